@@ -3,8 +3,11 @@
 package remote
 
 import (
+	"bytes"
+	"compress/flate"
 	"errors"
 	"fmt"
+	"io"
 	"iter"
 	"maps"
 	"slices"
@@ -30,6 +33,10 @@ type answer struct {
 	synced, stale bool
 	token         []byte
 
+	// The number of buckets of which the first request has digests.
+	buckets int
+	inflate io.ReadCloser // for packed operations; nil until the first one
+
 	reset bool
 	// The drafts of the services that occurred in operations. The draft of a deleted service
 	// is nil. After a reset, the map contains all services.
@@ -42,20 +49,56 @@ type answer struct {
 	nodeNamed bool
 }
 
-func newAnswer(c *Client, log klog.Logger) *answer {
-	return &answer{client: c, log: log, services: map[types.NamespacedName]*draft{}, refused: map[types.NamespacedName]string{}}
+func newAnswer(c *Client, log klog.Logger, buckets int) *answer {
+	return &answer{client: c, log: log, buckets: buckets, services: map[types.NamespacedName]*draft{}, refused: map[types.NamespacedName]string{}}
 }
 
-// take applies one message. It ignores operations after the Sync.
-func (a *answer) take(item *localv1.OpItem) {
+// take applies one message. It ignores operations after the Sync. It returns an error if
+// packed operations cannot be decoded.
+func (a *answer) take(item *localv1.OpItem) error {
 	for _, i := range append(item.GetBatch(), item) {
 		if a.synced {
-			return
+			return nil
 		}
+		if op, ok := i.GetOp().(*localv1.OpItem_Packed); ok {
+			if err := a.unpack(op.Packed); err != nil {
+				return fmt.Errorf("packed operations: %w", err)
+			}
+		} else if err := a.apply(i); err != nil {
+			a.leftOut(err)
+		}
+	}
+	return nil
+}
+
+// maxUnpacked is the maximum size of packed operations. It limits the memory that a short
+// message can use.
+const maxUnpacked = 4 << 20
+
+// unpack applies packed operations, which are Sets and Replaces.
+func (a *answer) unpack(packed []byte) error {
+	if a.inflate == nil {
+		a.inflate = flate.NewReader(bytes.NewReader(packed))
+	} else {
+		a.inflate.(flate.Resetter).Reset(bytes.NewReader(packed), nil) // cannot fail
+	}
+	message, err := io.ReadAll(io.LimitReader(a.inflate, maxUnpacked+1))
+	if err != nil {
+		return err
+	}
+	if len(message) > maxUnpacked {
+		return fmt.Errorf("they exceed %d bytes", maxUnpacked)
+	}
+	var item localv1.OpItem
+	if err := proto.Unmarshal(message, &item); err != nil {
+		return err
+	}
+	for _, i := range item.GetBatch() {
 		if err := a.apply(i); err != nil {
 			a.leftOut(err)
 		}
 	}
+	return nil
 }
 
 func (a *answer) leftOut(err error) {
@@ -74,8 +117,30 @@ func (a *answer) apply(item *localv1.OpItem) error {
 		return a.set(op.Set)
 	case *localv1.OpItem_Delete:
 		return a.delete(op.Delete)
+	case *localv1.OpItem_Discard:
+		return a.discard(op.Discard.GetNumbers())
 	case *localv1.OpItem_Sync:
 		a.synced, a.token, a.stale = true, item.GetResume(), item.GetStale()
+	}
+	return nil
+}
+
+// discard deletes the services in some buckets.
+func (a *answer) discard(buckets []uint32) error {
+	if a.buckets == 0 {
+		return errors.New("discard of buckets without digests")
+	}
+	chosen := make([]bool, a.buckets)
+	for _, b := range buckets {
+		if int64(b) >= int64(len(chosen)) {
+			return fmt.Errorf("bucket %d of %d", b, len(chosen))
+		}
+		chosen[b] = true
+	}
+	for key := range a.client.views.Snapshot().All() {
+		if chosen[bucketOf(orderOf(key), len(chosen))] {
+			a.services[key] = nil
+		}
 	}
 	return nil
 }

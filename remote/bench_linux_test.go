@@ -5,6 +5,7 @@ package remote_test
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
@@ -26,6 +27,7 @@ import (
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
 	"google.golang.org/grpc"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
@@ -215,6 +217,74 @@ func BenchmarkInitialSync(b *testing.B) {
 	}
 }
 
+// BenchmarkFirstSync connects 5,000 clients at the same time to a server that has just
+// started. The objects are as long and as different as those of a real cluster.
+//
+//   - tokens: the clients have everything and tokens of this server. It shows what the
+//     streams cost without a first answer.
+//   - new: the clients have nothing.
+//   - restarted: the clients have everything from another server.
+//
+// The clients do not unpack what they receive; TestAnotherServerContinues does.
+func BenchmarkFirstSync(b *testing.B) {
+	const services, nodes = 10_000, 5_000
+	for _, kind := range []string{"tokens", "new", "restarted"} {
+		b.Run(kind, func(b *testing.B) {
+			state := largeState(services, nodes)
+			update(state, func(to apitest.Writer) { makeReal(to, services, nodes) })
+			for b.Loop() {
+				l := &benchListener{Listener: listen(b, socket(b))}
+				server := serveBench(b, state, l)
+				tokens := server
+				if kind != "tokens" {
+					tokens = nil
+				}
+				c := newCrowd(tokens, state, l, 1)
+				c.Packed = true
+				if kind == "restarted" {
+					other := newBenchServer(b, state)
+					for i := range c.Nodes {
+						node, _ := state.Snapshot().Nodes.Get(c.Nodes[i].Name)
+						c.Nodes[i].Have = other.DigestsFor(state.Objects(), node)
+					}
+				}
+				idle := memory()
+				resetPeak(b)
+				began, cpu := time.Now(), cpuTime(b)
+				round := c.start(b)()
+				took, used := round.syncTime(1).Sub(began), cpuTime(b)-cpu
+				peak := peakMemory(b)
+				b.ReportMetric(took.Seconds(), "all-synced-s")
+				b.ReportMetric(used.Seconds(), "server-cpu-s")
+				b.ReportMetric(float64(round.Bytes)/nodes/1e3, "kB/client")
+				b.ReportMetric(float64(idle)/(1<<20), "idle-heap-MiB")
+				b.ReportMetric(float64(memory()-idle)/(1<<20), "streams-heap-MiB")
+				b.ReportMetric(peak/(1<<20), "peak-rss-MiB")
+			}
+		})
+	}
+}
+
+// makeReal gives the objects of largeState random names, addresses and labels.
+func makeReal(to apitest.Writer, services, nodes int) {
+	r := rand.New(rand.NewPCG(1, 0))
+	for i := range services {
+		service, slice := benchService(i), benchSlice(i, nodes, true)
+		app := fmt.Sprintf("app-%x", r.Uint32())
+		service.UID = types.UID(fmt.Sprintf("%08x-%04x-%04x-%012x", r.Uint32(), r.Uint32()>>16, r.Uint32()>>16, r.Uint64()>>16))
+		service.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, byte(96 + i>>16), byte(i >> 8), byte(r.Uint32())}))
+		service.Labels = map[string]string{"app": app, "team": fmt.Sprint(r.IntN(100))}
+		for e := range slice.Endpoints {
+			ep := &slice.Endpoints[e]
+			ep.Addr = netip.AddrFrom4([4]byte{172, byte(r.Uint32()), byte(r.Uint32()), byte(r.Uint32())})
+			ep.Zone = fmt.Sprint("zone-", r.IntN(3))
+			ep.Target = &types.NamespacedName{Namespace: "bench", Name: fmt.Sprintf("%s-%08x-%05x", app, r.Uint32(), r.Uint32()>>12)}
+		}
+		to.SetService(service)
+		to.SetSlice(slice)
+	}
+}
+
 // BenchmarkIdleStreams reports the memory of an idle stream. It compares a Server, a
 // bareServer with the gRPC options of the Server, and a bareServer with the default
 // options of gRPC.
@@ -337,7 +407,7 @@ func serveBench(b *testing.B, state *cluster.State, l net.Listener) *remote.Serv
 func newCrowd(server *remote.Server, state *cluster.State, l net.Listener, perNode int) *crowd {
 	c := &crowd{Address: "unix://" + l.Addr().String(), PerNode: perNode}
 	for name, node := range state.Snapshot().Nodes.All() {
-		n := crowdNode{name, []byte{}}
+		n := crowdNode{Name: name, Token: []byte{}}
 		if server != nil {
 			n.Token = server.TokenFor(node)
 		}

@@ -82,25 +82,30 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 		return err
 	}
 	defer c.disconnected()
-	token := c.token
+	state, _ := c.get()
+	request := c.request(c.token)
+	request.Packed, request.Have = true, state.digests()
+	buckets := bucketCount(request.Have)
 	for {
-		if err := stream.Send(c.request(token)); err != nil {
+		if err := stream.Send(request); err != nil {
 			_, err = stream.Recv() // the error of Send is only EOF; Recv returns the server's error
 			return err
 		}
-		a := newAnswer(c, klog.FromContext(ctx))
+		a := newAnswer(c, klog.FromContext(ctx), buckets)
 		for !a.synced {
 			item, err := stream.Recv()
 			if err != nil {
 				return err
 			}
-			a.take(item)
+			if err := a.take(item); err != nil {
+				return err
+			}
 			if err := heard(a.synced, a.stale); err != nil {
 				return err
 			}
 		}
 		c.commit(a)
-		token = nil
+		request = c.request(nil)
 		if a.reset {
 			a.log.Info("Received full state from server", "services", len(a.services))
 		}

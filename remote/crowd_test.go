@@ -32,11 +32,14 @@ type crowd struct {
 	// streams.
 	Nodes   []crowdNode
 	PerNode int
+	// The clients accept packed operations, and count each as one operation.
+	Packed bool
 }
 
 type crowdNode struct {
 	Name  string
 	Token []byte
+	Have  *localv1.Digests
 }
 
 // crowdRound is the report on a round, in which each stream receives one answer.
@@ -107,7 +110,7 @@ func runCrowd() {
 }
 
 func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
-	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
+	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}})
 	if err == nil {
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
 			if err := heard(true, false); err != nil { // without this call, Stay would disconnect from a slow server
@@ -115,7 +118,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 			}
 			failed := make(chan error)
 			for range c.PerNode {
-				go func() { failed <- n.watch(ctx, conn, rounds) }()
+				go func() { failed <- n.watch(ctx, conn, c.Packed, rounds) }()
 			}
 			return <-failed
 		})
@@ -124,13 +127,13 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 }
 
 // watch sends a request with the token, and after each answer a request without a token.
-func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *crowdRounds) error {
+func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool, rounds *crowdRounds) error {
 	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
 	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))
 	if err != nil {
 		return err
 	}
-	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Resumption: &localv1.WatchReq_Resume{Resume: n.Token}}
+	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Packed: packed, Have: n.Have, Resumption: &localv1.WatchReq_Resume{Resume: n.Token}}
 	for {
 		message, err := proto.Marshal(request)
 		if err != nil {
@@ -150,7 +153,7 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *cro
 			size, operations = size+len(answer), operations+n
 		}
 		rounds.synced(size, operations)
-		request.Resumption = &localv1.WatchReq_Resume{}
+		request = &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}}
 	}
 }
 

@@ -85,6 +85,25 @@ func (e *entry) limit(maxElements int, before *entry) {
 	}
 }
 
+// content returns the content of e in the server's encoding.
+func (e *entry) content() []byte {
+	endpoints := make([]wireEndpoint, len(e.keys))
+	for i, key := range e.keys {
+		endpoint, draining := e.endpoint(i)
+		endpoints[i] = wireEndpoint{key: key, value: localv1.Marshal(localv1.FromEndpoint(endpoint, draining))}
+	}
+	sortEndpoints(endpoints)
+	return encodeWhole(localv1.Marshal(localv1.FromView(e.view)), endpoints)
+}
+
+// endpoint returns the endpoint with the key e.keys[i], and whether it is draining.
+func (e *entry) endpoint(i int) (_ *api.Endpoint, draining bool) {
+	if n := len(e.view.Endpoints); i >= n {
+		return &e.view.Draining[i-n], true
+	}
+	return &e.view.Endpoints[i], false
+}
+
 func (e *entry) equal(o *entry) bool { return e.view.Equal(o.view) && slices.Equal(e.keys, o.keys) }
 
 func (e *entry) viewOrNil() *api.View {
@@ -114,11 +133,8 @@ func (d *draft) open() {
 	}
 	d.service = d.entry.view
 	for i, key := range d.entry.keys {
-		if n := len(d.service.Endpoints); i < n {
-			d.endpoints[key] = keyedEndpoint{key, d.service.Endpoints[i], false}
-		} else {
-			d.endpoints[key] = keyedEndpoint{key, d.service.Draining[i-n], true}
-		}
+		endpoint, draining := d.entry.endpoint(i)
+		d.endpoints[key] = keyedEndpoint{key, *endpoint, draining}
 	}
 	d.entry = nil
 }

@@ -3,10 +3,13 @@
 package remote
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/updates"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 )
@@ -21,6 +24,31 @@ func (s *Server) BareGRPC() *grpc.Server {
 func (s *Server) TokenFor(node *api.Node) []byte {
 	w := &watch{name: node.Name, who: complete}
 	return s.newToken(s.state.Snapshot().Revision, w.newTarget(node).facts)
+}
+
+// DigestsFor returns the digests of a client that follows the view of node, requests all
+// endpoints, and has received the given state. The salt is zero.
+func (s *Server) DigestsFor(snapshot *cluster.Objects, node *api.Node) *localv1.Digests {
+	w := &watch{server: s, name: node.Name, who: complete}
+	w.sender.snapshot = snapshot
+	to := w.newTarget(node)
+	x := s.beginnings.of(snapshot)
+	p := x.pack(packKind{who: complete, zone: to.zone})
+	changed := w.different(x, p, nil, &to)
+	list := slices.DeleteFunc(slices.Clone(p.services), func(d digested) bool { _, ok := changed[d.key]; return ok })
+	for key, view := range changed {
+		if view != nil {
+			list = append(list, newDigested(key, view.content(complete)))
+		}
+	}
+	sortDigested(list)
+	return digestsOf(make([]byte, saltSize), list)
+}
+
+// Digests returns the client's digests with a salt.
+func (c *Client) Digests(salt []byte) *localv1.Digests {
+	state, _ := c.get()
+	return digestsOf(salt, state.digested())
 }
 
 // AgeLoss makes the loss of the client's connection appear older. It returns false while

@@ -67,6 +67,11 @@ func syncFrame(token []byte, stale bool) frame {
 
 // replaceFrame returns the frame of an operation that sends a whole service.
 func replaceFrame(service []byte, endpoints []wireEndpoint) frame {
+	return appendField(nil, opItemBatch, appendField(nil, opItemReplace, encodeWhole(service, endpoints)))
+}
+
+// encodeWhole returns the encoding of a WholeService.
+func encodeWhole(service []byte, endpoints []wireEndpoint) []byte {
 	whole := appendField(nil, wholeService, service)
 	for i := range endpoints {
 		e := &endpoints[i]
@@ -77,7 +82,7 @@ func replaceFrame(service []byte, endpoints []wireEndpoint) frame {
 		whole = appendField(whole, keyedEndpointKey, []byte(e.key))
 		whole = appendField(whole, keyedEndpointData, e.value)
 	}
-	return appendField(nil, opItemBatch, appendField(nil, opItemReplace, whole))
+	return whole
 }
 
 func appendField(b []byte, number protowire.Number, value []byte) []byte {

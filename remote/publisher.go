@@ -117,15 +117,16 @@ func (p *publisher) stateChanges(d statesDelta) []stateChange {
 	return p.changed
 }
 
-// run publishes snapshots until ctx ends. It also wakes all streams each minute, so that
-// they can renew tokens.
-func (p *publisher) run(ctx context.Context) error {
+// run publishes snapshots until ctx ends. Each minute, it calls tidy, and wakes all streams
+// so that they can renew tokens.
+func (p *publisher) run(ctx context.Context, tidy func()) error {
 	minute := time.NewTicker(time.Minute)
 	defer minute.Stop()
 	for revision := uint64(0); ; {
 		select {
 		case <-p.state.Changed(revision):
 		case <-minute.C:
+			tidy()
 			p.wakeAll(func() {})
 			continue
 		case <-ctx.Done():

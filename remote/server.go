@@ -89,10 +89,11 @@ type Server struct {
 	state    *cluster.State
 	instance []byte // random; tokens of this server begin with it
 
-	served    atomic.Bool
-	published *publisher
-	views     *views
-	peers     *peers
+	served     atomic.Bool
+	published  *publisher
+	views      *views
+	beginnings *beginnings
+	peers      *peers
 }
 
 // NewServer returns a server of the given state. It answers clients when the state is
@@ -116,13 +117,15 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	opts.CacheBytes = cmp.Or(opts.CacheBytes, transport.DefaultCacheBytes)
 	instance := make([]byte, 16)
 	rand.Read(instance) // cannot fail
+	views := newViews(opts.CacheBytes)
 	return &Server{
-		opts:      opts,
-		state:     state,
-		instance:  instance,
-		published: &publisher{state: state, interval: opts.batchInterval, waiting: map[waker]struct{}{}},
-		views:     newViews(opts.CacheBytes),
-		peers:     newPeers(opts),
+		opts:       opts,
+		state:      state,
+		instance:   instance,
+		published:  &publisher{state: state, interval: opts.batchInterval, waiting: map[waker]struct{}{}},
+		views:      views,
+		beginnings: newBeginnings(views),
+		peers:      newPeers(opts),
 	}, nil
 }
 
@@ -149,7 +152,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	}
 
 	group, serving := errgroup.WithContext(ctx)
-	group.Go(func() error { return s.published.run(serving) })
+	group.Go(func() error { return s.published.run(serving, s.beginnings.forget) })
 	for _, l := range listeners {
 		group.Go(func() error {
 			klog.FromContext(ctx).Info("Serving", "address", l.Addr().String(), "tls", s.opts.TLS != nil)

@@ -67,14 +67,20 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 	}
 	wait(1)
 	const classes = 4 // two for each zone: the node with the endpoint, and all other nodes
-	if got := server.Stats().Views; got != classes {
-		t.Errorf("%d views were computed for %d nodes, want %d", got, len(nodes), classes)
+	const first = 6   // one for each zone, and two for each node with an endpoint, which gets the difference
+	if got := server.Stats().Views; got != first {
+		t.Errorf("%d views were computed for %d nodes, want %d", got, len(nodes), first)
 	}
-	before := server.Stats()
-	changed := *hinted
-	changed.InternalTrafficToLocal = true
-	update(state, func(to apitest.Writer) { to.SetService(&changed) })
+	change := func(ports ...api.PortMapping) {
+		changed := *hinted
+		changed.Ports = ports
+		update(state, func(to apitest.Writer) { to.SetService(&changed) })
+	}
+	change(plain("", 81).Ports...) // also computes the old views, which first answers do not cache
 	wait(2)
+	before := server.Stats()
+	change(plain("", 82).Ports...)
+	wait(3)
 	if got := server.Stats().Views - before.Views; got != classes {
 		t.Errorf("a change computed %d views, want %d", got, classes)
 	}

@@ -47,8 +47,7 @@ func (v *views) viewFor(snapshot *cluster.Snapshot, state *api.ServiceState, nod
 		return nil
 	}
 	s := v.shared(state)
-	c := s.classOf(node, zone)
-	c.frontends = frontends
+	c := s.classOf(node, zone, frontends)
 	s.mu.Lock()
 	w, ok := s.views[c]
 	if !ok {
@@ -65,11 +64,21 @@ func (v *views) viewFor(snapshot *cluster.Snapshot, state *api.ServiceState, nod
 // compute computes the view of s for a class. The result is nil if there is no view, or if
 // a message cannot contain it. The caller holds s.mu.
 func (v *views) compute(snapshot *cluster.Snapshot, s *sharedState, c class) *wireView {
+	return v.marshal(s, c, c.view(snapshot, s.state))
+}
+
+// view returns the view of a state for the nodes of the class, or nil if there is none.
+func (c class) view(snapshot *cluster.Snapshot, state *api.ServiceState) *api.View {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
 		node.Labels = map[string]string{"topology.kubernetes.io/zone": c.zone}
 	}
-	view := nodeview.View(snapshot.WithWinners(s.state), node)
+	return nodeview.View(snapshot.WithWinners(state), node)
+}
+
+// marshal marshals a view of s. The result is nil if view is nil, or if a message cannot
+// contain it. The caller holds s.mu.
+func (v *views) marshal(s *sharedState, c class, view *api.View) *wireView {
 	if view == nil {
 		return nil
 	}
@@ -166,8 +175,8 @@ func newSharedState(state *api.ServiceState) *sharedState {
 	return s
 }
 
-func (s *sharedState) classOf(node, zone string) class {
-	var c class
+func (s *sharedState) classOf(node, zone string, frontends bool) class {
+	c := class{frontends: frontends}
 	if _, ok := s.nodes[node]; ok {
 		c.node = node
 	}

@@ -129,7 +129,7 @@ func TestClasses(t *testing.T) {
 		{"no node", "", "", class{}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if got := s.classOf(test.node, test.zone); got != test.want {
+			if got := s.classOf(test.node, test.zone, false); got != test.want {
 				t.Errorf("class %+v, want %+v", got, test.want)
 			}
 		})

@@ -31,8 +31,12 @@ type watch struct {
 	// The client requested frontends instead of services and endpoints.
 	frontends bool
 
-	// The client's token, until the first answer.
+	// The client accepts packed operations.
+	packed bool
+
+	// The client's token and its digests, until the first answer.
 	resume []byte
+	have   *localv1.Digests
 
 	// The client's position. synced: the client has received an answer. token: the revision
 	// of the client's last token. renewed: when this token was sent.
@@ -92,7 +96,9 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 		ownNode:   req.GetOwnNode(),
 		frontends: req.GetFrontends(),
 		tokens:    req.GetResumption() != nil,
+		packed:    req.GetPacked() && req.GetResumption() != nil,
 		resume:    req.GetResume(),
+		have:      req.GetHave(),
 		cursor:    statesOf(s.state.Snapshot()).NewCursor(),
 	}
 	if req.GetAllEndpoints() {
@@ -119,20 +125,51 @@ func (w *watch) nodeName() string { return w.name }
 
 // send implements subscriber.
 func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
-	target := w.target
-	if r := nodesOf(snapshot).Revision(); r != w.nodes || !w.synced {
-		node, _ := snapshot.Nodes.Get(w.name)
-		target, w.nodes = w.newTarget(node), r
+	target := w.targetIn(snapshot)
+	var x *beginning
+	if w.packed && w.startsOver(snapshot, &target) {
+		end, err := w.server.beginnings.turn(w.sender.stream.Context())
+		if err != nil {
+			return false, err
+		}
+		defer end()
+		snapshot = w.server.published.get() // may have changed meanwhile
+		if x = w.server.beginnings.of(snapshot); x.snapshot.Revision > snapshot.Revision {
+			snapshot = x.snapshot
+		}
+		target = w.targetIn(snapshot)
 	}
 	w.sender.begin(snapshot)
-	w.sendDifference(snapshot, &target)
+	if x != nil {
+		w.sendAll(x, snapshot, &target)
+	} else {
+		w.sendDifference(snapshot, &target)
+	}
 	sent := w.sender.sent > 0 || w.sender.size > 0 || !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
 	if sent {
 		w.sync(snapshot, &target)
 	}
 	w.cursor.Advance(statesOf(snapshot.Snapshot))
-	w.target = target
+	w.target, w.nodes = target, nodesOf(snapshot).Revision()
 	return sent, w.sender.err
+}
+
+// targetIn returns the client's node in a snapshot.
+func (w *watch) targetIn(snapshot *cluster.Objects) target {
+	if w.synced && nodesOf(snapshot).Revision() == w.nodes {
+		return w.target
+	}
+	node, _ := snapshot.Nodes.Get(w.name)
+	return w.newTarget(node)
+}
+
+// startsOver reports whether the server does not know what the client has.
+func (w *watch) startsOver(snapshot *cluster.Objects, to *target) bool {
+	if !w.cursor.Until(statesOf(snapshot.Snapshot)).Full() {
+		return false
+	}
+	_, ok := statesOf(snapshot.Snapshot).Since(w.server.readToken(w.resume, to.facts))
+	return !ok
 }
 
 // mayExpire reports whether the client's token may soon be invalid.
@@ -150,7 +187,7 @@ func (w *watch) sync(snapshot *cluster.Objects, to *target) {
 	}
 	w.sender.ops(syncFrame(token, snapshot.Stale))
 	w.sender.flush()
-	w.synced, w.stale, w.resume = true, snapshot.Stale, nil
+	w.synced, w.stale, w.resume, w.have = true, snapshot.Stale, nil, nil
 }
 
 // A token records a client's position: the server, the revision, and other facts on which
@@ -225,19 +262,23 @@ func (w *watch) sendNode(node *api.Node) {
 // sendWholes sends whole services. If the argument deletions is true, it sends a deletion
 // for each service without a view.
 func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], to *target, deletions bool) {
+	for key, state := range states {
+		if w.sendWhole(key, w.view(state, to), deletions); w.sender.err != nil {
+			return
+		}
+	}
+}
+
+// sendWhole sends a view or, if view is nil and deletions is true, a deletion.
+func (w *watch) sendWhole(key types.NamespacedName, view *wireView, deletions bool) {
 	set := localv1.Set_ServicesSet
 	if w.frontends {
 		set = localv1.Set_FrontendsSet
 	}
-	for key, state := range states {
-		if view := w.view(state, to); view != nil {
-			w.sender.ops(view.whole(w.who)...)
-		} else if deletions {
-			w.sender.ops(deleteFrame(set, servicePath(key)))
-		}
-		if w.sender.err != nil {
-			return
-		}
+	if view != nil {
+		w.sender.ops(view.whole(w.who)...)
+	} else if deletions {
+		w.sender.ops(deleteFrame(set, servicePath(key)))
 	}
 }
 

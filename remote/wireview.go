@@ -43,6 +43,10 @@ type wireEndpoint struct {
 	elsewhere bool
 }
 
+func sortEndpoints(list []wireEndpoint) {
+	slices.SortFunc(list, func(a, b wireEndpoint) int { return strings.Compare(a.key, b.key) })
+}
+
 // audience is a group of clients that receive the same endpoints.
 type audience int
 
@@ -105,7 +109,7 @@ func newWireView(id uint64, v *api.View, m *marshalled) (*wireView, error) {
 	w.size = 400 + 3*len(w.service)
 	w.add(v.Endpoints, false, m)
 	w.add(v.Draining, true, m)
-	slices.SortFunc(w.endpoints, func(a, b wireEndpoint) int { return strings.Compare(a.key, b.key) })
+	sortEndpoints(w.endpoints)
 	largest := len(w.service)
 	for i := range w.endpoints {
 		largest = max(largest, len(w.endpoints[i].key)+len(w.endpoints[i].value))
@@ -288,6 +292,20 @@ func (w *wireView) whole(who audience) []frame {
 		w.wholes[who] = w.newWhole(who)
 	}
 	return w.wholes[who]
+}
+
+// content returns the content of a view, of which a client sends digests.
+func (w *wireView) content(who audience) []byte {
+	if w.set == localv1.Set_FrontendsSet {
+		return w.service
+	}
+	var endpoints []wireEndpoint
+	for i := range w.endpoints {
+		if who.receives(&w.endpoints[i]) {
+			endpoints = append(endpoints, w.endpoints[i])
+		}
+	}
+	return encodeWhole(w.service, endpoints)
 }
 
 func (w *wireView) newWhole(who audience) []frame {

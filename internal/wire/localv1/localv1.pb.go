@@ -463,7 +463,13 @@ type WatchReq struct {
 	Resumption isWatchReq_Resumption `protobuf_oneof:"Resumption"`
 	// Frontends requests frontends, with all decisions about their traffic, in
 	// FrontendsSet. The server then sends no services and endpoints.
-	Frontends     bool `protobuf:"varint,104,opt,name=Frontends,proto3" json:"Frontends,omitempty"`
+	Frontends bool `protobuf:"varint,104,opt,name=Frontends,proto3" json:"Frontends,omitempty"`
+	// Packed allows the operations Packed and Discard.
+	Packed bool `protobuf:"varint,105,opt,name=Packed,proto3" json:"Packed,omitempty"`
+	// Have says what a client with an earlier answer has. The server uses it if it does not
+	// know the token in Resume, for example because another server made it. It needs
+	// Packed.
+	Have          *Digests `protobuf:"bytes,106,opt,name=Have,proto3" json:"Have,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -549,6 +555,20 @@ func (x *WatchReq) GetFrontends() bool {
 	return false
 }
 
+func (x *WatchReq) GetPacked() bool {
+	if x != nil {
+		return x.Packed
+	}
+	return false
+}
+
+func (x *WatchReq) GetHave() *Digests {
+	if x != nil {
+		return x.Have
+	}
+	return nil
+}
+
 type isWatchReq_Resumption interface {
 	isWatchReq_Resumption()
 }
@@ -558,6 +578,64 @@ type WatchReq_Resume struct {
 }
 
 func (*WatchReq_Resume) isWatchReq_Resumption() {}
+
+// Digests are digests of a client's services and endpoints. They are the same for every
+// server. A service belongs to a bucket by its name; docs/wire.md defines the buckets and
+// their digests.
+type Digests struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Salt has 16 random bytes, which each digest includes.
+	Salt []byte `protobuf:"bytes,1,opt,name=Salt,proto3" json:"Salt,omitempty"`
+	// Buckets has a digest of 8 bytes for each bucket. The number of buckets is a power of
+	// two, and at most 1,024.
+	Buckets       []byte `protobuf:"bytes,2,opt,name=Buckets,proto3" json:"Buckets,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Digests) Reset() {
+	*x = Digests{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Digests) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Digests) ProtoMessage() {}
+
+func (x *Digests) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Digests.ProtoReflect.Descriptor instead.
+func (*Digests) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Digests) GetSalt() []byte {
+	if x != nil {
+		return x.Salt
+	}
+	return nil
+}
+
+func (x *Digests) GetBuckets() []byte {
+	if x != nil {
+		return x.Buckets
+	}
+	return nil
+}
 
 // OpItem is one operation or, with Batch, several operations.
 type OpItem struct {
@@ -569,6 +647,8 @@ type OpItem struct {
 	//	*OpItem_Delete
 	//	*OpItem_Reset_
 	//	*OpItem_Replace
+	//	*OpItem_Packed
+	//	*OpItem_Discard
 	Op isOpItem_Op `protobuf_oneof:"Op"`
 	// Batch has operations, in the order in which the client applies them. An OpItem has
 	// either Batch or Op.
@@ -587,7 +667,7 @@ type OpItem struct {
 
 func (x *OpItem) Reset() {
 	*x = OpItem{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[1]
+	mi := &file_api_localv1_localv1_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -599,7 +679,7 @@ func (x *OpItem) String() string {
 func (*OpItem) ProtoMessage() {}
 
 func (x *OpItem) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[1]
+	mi := &file_api_localv1_localv1_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -612,7 +692,7 @@ func (x *OpItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpItem.ProtoReflect.Descriptor instead.
 func (*OpItem) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{1}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *OpItem) GetOp() isOpItem_Op {
@@ -662,6 +742,24 @@ func (x *OpItem) GetReplace() *WholeService {
 	if x != nil {
 		if x, ok := x.Op.(*OpItem_Replace); ok {
 			return x.Replace
+		}
+	}
+	return nil
+}
+
+func (x *OpItem) GetPacked() []byte {
+	if x != nil {
+		if x, ok := x.Op.(*OpItem_Packed); ok {
+			return x.Packed
+		}
+	}
+	return nil
+}
+
+func (x *OpItem) GetDiscard() *Buckets {
+	if x != nil {
+		if x, ok := x.Op.(*OpItem_Discard); ok {
+			return x.Discard
 		}
 	}
 	return nil
@@ -719,6 +817,17 @@ type OpItem_Replace struct {
 	Replace *WholeService `protobuf:"bytes,100,opt,name=Replace,proto3,oneof"`
 }
 
+type OpItem_Packed struct {
+	// Packed has an OpItem with a Batch, compressed in the format DEFLATE (RFC 1951). All
+	// its operations are Sets or Replaces. The encoding of the OpItem has at most 4 MB.
+	Packed []byte `protobuf:"bytes,104,opt,name=Packed,proto3,oneof"`
+}
+
+type OpItem_Discard struct {
+	// Discard deletes all services in some of the buckets of the first WatchReq.
+	Discard *Buckets `protobuf:"bytes,105,opt,name=Discard,proto3,oneof"`
+}
+
 func (*OpItem_Sync) isOpItem_Op() {}
 
 func (*OpItem_Set) isOpItem_Op() {}
@@ -729,6 +838,55 @@ func (*OpItem_Reset_) isOpItem_Op() {}
 
 func (*OpItem_Replace) isOpItem_Op() {}
 
+func (*OpItem_Packed) isOpItem_Op() {}
+
+func (*OpItem_Discard) isOpItem_Op() {}
+
+// Buckets lists buckets by their numbers, which begin with 0.
+type Buckets struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Numbers       []uint32               `protobuf:"varint,1,rep,packed,name=Numbers,proto3" json:"Numbers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Buckets) Reset() {
+	*x = Buckets{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Buckets) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Buckets) ProtoMessage() {}
+
+func (x *Buckets) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Buckets.ProtoReflect.Descriptor instead.
+func (*Buckets) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Buckets) GetNumbers() []uint32 {
+	if x != nil {
+		return x.Numbers
+	}
+	return nil
+}
+
 // EmptyOp is an operation without arguments.
 type EmptyOp struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -738,7 +896,7 @@ type EmptyOp struct {
 
 func (x *EmptyOp) Reset() {
 	*x = EmptyOp{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[2]
+	mi := &file_api_localv1_localv1_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -750,7 +908,7 @@ func (x *EmptyOp) String() string {
 func (*EmptyOp) ProtoMessage() {}
 
 func (x *EmptyOp) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[2]
+	mi := &file_api_localv1_localv1_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -763,7 +921,7 @@ func (x *EmptyOp) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EmptyOp.ProtoReflect.Descriptor instead.
 func (*EmptyOp) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{2}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{4}
 }
 
 // Ref identifies a value in a set.
@@ -779,7 +937,7 @@ type Ref struct {
 
 func (x *Ref) Reset() {
 	*x = Ref{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[3]
+	mi := &file_api_localv1_localv1_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -791,7 +949,7 @@ func (x *Ref) String() string {
 func (*Ref) ProtoMessage() {}
 
 func (x *Ref) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[3]
+	mi := &file_api_localv1_localv1_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -804,7 +962,7 @@ func (x *Ref) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ref.ProtoReflect.Descriptor instead.
 func (*Ref) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{3}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Ref) GetSet() Set {
@@ -834,7 +992,7 @@ type Value struct {
 
 func (x *Value) Reset() {
 	*x = Value{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[4]
+	mi := &file_api_localv1_localv1_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -846,7 +1004,7 @@ func (x *Value) String() string {
 func (*Value) ProtoMessage() {}
 
 func (x *Value) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[4]
+	mi := &file_api_localv1_localv1_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -859,7 +1017,7 @@ func (x *Value) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Value.ProtoReflect.Descriptor instead.
 func (*Value) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{4}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Value) GetRef() *Ref {
@@ -887,7 +1045,7 @@ type WholeService struct {
 
 func (x *WholeService) Reset() {
 	*x = WholeService{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[5]
+	mi := &file_api_localv1_localv1_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -899,7 +1057,7 @@ func (x *WholeService) String() string {
 func (*WholeService) ProtoMessage() {}
 
 func (x *WholeService) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[5]
+	mi := &file_api_localv1_localv1_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -912,7 +1070,7 @@ func (x *WholeService) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WholeService.ProtoReflect.Descriptor instead.
 func (*WholeService) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{5}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WholeService) GetService() *Service {
@@ -941,7 +1099,7 @@ type KeyedEndpoint struct {
 
 func (x *KeyedEndpoint) Reset() {
 	*x = KeyedEndpoint{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[6]
+	mi := &file_api_localv1_localv1_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -953,7 +1111,7 @@ func (x *KeyedEndpoint) String() string {
 func (*KeyedEndpoint) ProtoMessage() {}
 
 func (x *KeyedEndpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[6]
+	mi := &file_api_localv1_localv1_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -966,7 +1124,7 @@ func (x *KeyedEndpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyedEndpoint.ProtoReflect.Descriptor instead.
 func (*KeyedEndpoint) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{6}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *KeyedEndpoint) GetKey() string {
@@ -1045,7 +1203,7 @@ type Service struct {
 
 func (x *Service) Reset() {
 	*x = Service{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[7]
+	mi := &file_api_localv1_localv1_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1057,7 +1215,7 @@ func (x *Service) String() string {
 func (*Service) ProtoMessage() {}
 
 func (x *Service) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[7]
+	mi := &file_api_localv1_localv1_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1070,7 +1228,7 @@ func (x *Service) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Service.ProtoReflect.Descriptor instead.
 func (*Service) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{7}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Service) GetNamespace() string {
@@ -1255,7 +1413,7 @@ type IPFilter struct {
 
 func (x *IPFilter) Reset() {
 	*x = IPFilter{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[8]
+	mi := &file_api_localv1_localv1_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1267,7 +1425,7 @@ func (x *IPFilter) String() string {
 func (*IPFilter) ProtoMessage() {}
 
 func (x *IPFilter) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[8]
+	mi := &file_api_localv1_localv1_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1280,7 +1438,7 @@ func (x *IPFilter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IPFilter.ProtoReflect.Descriptor instead.
 func (*IPFilter) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{8}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *IPFilter) GetTargetIPs() *IPSet {
@@ -1323,7 +1481,7 @@ type ServiceIPs struct {
 
 func (x *ServiceIPs) Reset() {
 	*x = ServiceIPs{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[9]
+	mi := &file_api_localv1_localv1_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1335,7 +1493,7 @@ func (x *ServiceIPs) String() string {
 func (*ServiceIPs) ProtoMessage() {}
 
 func (x *ServiceIPs) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[9]
+	mi := &file_api_localv1_localv1_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1348,7 +1506,7 @@ func (x *ServiceIPs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceIPs.ProtoReflect.Descriptor instead.
 func (*ServiceIPs) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{9}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ServiceIPs) GetClusterIPs() *IPSet {
@@ -1399,7 +1557,7 @@ type IPSet struct {
 
 func (x *IPSet) Reset() {
 	*x = IPSet{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[10]
+	mi := &file_api_localv1_localv1_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1411,7 +1569,7 @@ func (x *IPSet) String() string {
 func (*IPSet) ProtoMessage() {}
 
 func (x *IPSet) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[10]
+	mi := &file_api_localv1_localv1_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1424,7 +1582,7 @@ func (x *IPSet) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IPSet.ProtoReflect.Descriptor instead.
 func (*IPSet) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{10}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *IPSet) GetV4() []string {
@@ -1482,7 +1640,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[11]
+	mi := &file_api_localv1_localv1_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1494,7 +1652,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[11]
+	mi := &file_api_localv1_localv1_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1507,7 +1665,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{11}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Endpoint) GetHostname() string {
@@ -1605,7 +1763,7 @@ type PodName struct {
 
 func (x *PodName) Reset() {
 	*x = PodName{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[12]
+	mi := &file_api_localv1_localv1_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1617,7 +1775,7 @@ func (x *PodName) String() string {
 func (*PodName) ProtoMessage() {}
 
 func (x *PodName) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[12]
+	mi := &file_api_localv1_localv1_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1630,7 +1788,7 @@ func (x *PodName) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodName.ProtoReflect.Descriptor instead.
 func (*PodName) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{12}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PodName) GetNamespace() string {
@@ -1666,7 +1824,7 @@ type EndpointScopes struct {
 
 func (x *EndpointScopes) Reset() {
 	*x = EndpointScopes{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[13]
+	mi := &file_api_localv1_localv1_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1678,7 +1836,7 @@ func (x *EndpointScopes) String() string {
 func (*EndpointScopes) ProtoMessage() {}
 
 func (x *EndpointScopes) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[13]
+	mi := &file_api_localv1_localv1_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1691,7 +1849,7 @@ func (x *EndpointScopes) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndpointScopes.ProtoReflect.Descriptor instead.
 func (*EndpointScopes) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{13}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EndpointScopes) GetInternal() bool {
@@ -1728,7 +1886,7 @@ type PortScopes struct {
 
 func (x *PortScopes) Reset() {
 	*x = PortScopes{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[14]
+	mi := &file_api_localv1_localv1_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1740,7 +1898,7 @@ func (x *PortScopes) String() string {
 func (*PortScopes) ProtoMessage() {}
 
 func (x *PortScopes) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[14]
+	mi := &file_api_localv1_localv1_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1753,7 +1911,7 @@ func (x *PortScopes) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortScopes.ProtoReflect.Descriptor instead.
 func (*PortScopes) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{14}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PortScopes) GetProtocol() Protocol {
@@ -1795,7 +1953,7 @@ type EndpointConditions struct {
 
 func (x *EndpointConditions) Reset() {
 	*x = EndpointConditions{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[15]
+	mi := &file_api_localv1_localv1_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1807,7 +1965,7 @@ func (x *EndpointConditions) String() string {
 func (*EndpointConditions) ProtoMessage() {}
 
 func (x *EndpointConditions) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[15]
+	mi := &file_api_localv1_localv1_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1820,7 +1978,7 @@ func (x *EndpointConditions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndpointConditions.ProtoReflect.Descriptor instead.
 func (*EndpointConditions) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{15}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *EndpointConditions) GetReady() bool {
@@ -1863,7 +2021,7 @@ type PortName struct {
 
 func (x *PortName) Reset() {
 	*x = PortName{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[16]
+	mi := &file_api_localv1_localv1_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1875,7 +2033,7 @@ func (x *PortName) String() string {
 func (*PortName) ProtoMessage() {}
 
 func (x *PortName) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[16]
+	mi := &file_api_localv1_localv1_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1888,7 +2046,7 @@ func (x *PortName) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortName.ProtoReflect.Descriptor instead.
 func (*PortName) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{16}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PortName) GetName() string {
@@ -1928,7 +2086,7 @@ type PortMapping struct {
 
 func (x *PortMapping) Reset() {
 	*x = PortMapping{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[17]
+	mi := &file_api_localv1_localv1_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1940,7 +2098,7 @@ func (x *PortMapping) String() string {
 func (*PortMapping) ProtoMessage() {}
 
 func (x *PortMapping) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[17]
+	mi := &file_api_localv1_localv1_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1953,7 +2111,7 @@ func (x *PortMapping) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortMapping.ProtoReflect.Descriptor instead.
 func (*PortMapping) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{17}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PortMapping) GetName() string {
@@ -2017,7 +2175,7 @@ type ClientIPAffinity struct {
 
 func (x *ClientIPAffinity) Reset() {
 	*x = ClientIPAffinity{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[18]
+	mi := &file_api_localv1_localv1_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2029,7 +2187,7 @@ func (x *ClientIPAffinity) String() string {
 func (*ClientIPAffinity) ProtoMessage() {}
 
 func (x *ClientIPAffinity) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[18]
+	mi := &file_api_localv1_localv1_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2042,7 +2200,7 @@ func (x *ClientIPAffinity) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientIPAffinity.ProtoReflect.Descriptor instead.
 func (*ClientIPAffinity) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{18}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ClientIPAffinity) GetTimeoutSeconds() int32 {
@@ -2065,7 +2223,7 @@ type PortFamily struct {
 
 func (x *PortFamily) Reset() {
 	*x = PortFamily{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[19]
+	mi := &file_api_localv1_localv1_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2077,7 +2235,7 @@ func (x *PortFamily) String() string {
 func (*PortFamily) ProtoMessage() {}
 
 func (x *PortFamily) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[19]
+	mi := &file_api_localv1_localv1_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2090,7 +2248,7 @@ func (x *PortFamily) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortFamily.ProtoReflect.Descriptor instead.
 func (*PortFamily) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{19}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PortFamily) GetProtocol() Protocol {
@@ -2134,7 +2292,7 @@ type LostClaim struct {
 
 func (x *LostClaim) Reset() {
 	*x = LostClaim{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[20]
+	mi := &file_api_localv1_localv1_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2146,7 +2304,7 @@ func (x *LostClaim) String() string {
 func (*LostClaim) ProtoMessage() {}
 
 func (x *LostClaim) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[20]
+	mi := &file_api_localv1_localv1_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2159,7 +2317,7 @@ func (x *LostClaim) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LostClaim.ProtoReflect.Descriptor instead.
 func (*LostClaim) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{20}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LostClaim) GetIP() string {
@@ -2223,7 +2381,7 @@ type Node struct {
 
 func (x *Node) Reset() {
 	*x = Node{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[21]
+	mi := &file_api_localv1_localv1_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2235,7 +2393,7 @@ func (x *Node) String() string {
 func (*Node) ProtoMessage() {}
 
 func (x *Node) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[21]
+	mi := &file_api_localv1_localv1_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2248,7 +2406,7 @@ func (x *Node) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Node.ProtoReflect.Descriptor instead.
 func (*Node) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{21}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Node) GetName() string {
@@ -2312,7 +2470,7 @@ type NodeAddress struct {
 
 func (x *NodeAddress) Reset() {
 	*x = NodeAddress{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[22]
+	mi := &file_api_localv1_localv1_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2324,7 +2482,7 @@ func (x *NodeAddress) String() string {
 func (*NodeAddress) ProtoMessage() {}
 
 func (x *NodeAddress) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[22]
+	mi := &file_api_localv1_localv1_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2337,7 +2495,7 @@ func (x *NodeAddress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeAddress.ProtoReflect.Descriptor instead.
 func (*NodeAddress) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{22}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *NodeAddress) GetType() string {
@@ -2366,7 +2524,7 @@ type Taint struct {
 
 func (x *Taint) Reset() {
 	*x = Taint{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[23]
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2378,7 +2536,7 @@ func (x *Taint) String() string {
 func (*Taint) ProtoMessage() {}
 
 func (x *Taint) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[23]
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2391,7 +2549,7 @@ func (x *Taint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Taint.ProtoReflect.Descriptor instead.
 func (*Taint) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{23}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Taint) GetKey() string {
@@ -2434,7 +2592,7 @@ type ServiceFrontends struct {
 
 func (x *ServiceFrontends) Reset() {
 	*x = ServiceFrontends{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[24]
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2446,7 +2604,7 @@ func (x *ServiceFrontends) String() string {
 func (*ServiceFrontends) ProtoMessage() {}
 
 func (x *ServiceFrontends) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[24]
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2459,7 +2617,7 @@ func (x *ServiceFrontends) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceFrontends.ProtoReflect.Descriptor instead.
 func (*ServiceFrontends) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{24}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ServiceFrontends) GetNamespace() string {
@@ -2511,7 +2669,7 @@ type Sources struct {
 
 func (x *Sources) Reset() {
 	*x = Sources{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2523,7 +2681,7 @@ func (x *Sources) String() string {
 func (*Sources) ProtoMessage() {}
 
 func (x *Sources) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2536,7 +2694,7 @@ func (x *Sources) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sources.ProtoReflect.Descriptor instead.
 func (*Sources) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{25}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Sources) GetSourceRanges() []string {
@@ -2597,7 +2755,7 @@ type Frontend struct {
 
 func (x *Frontend) Reset() {
 	*x = Frontend{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	mi := &file_api_localv1_localv1_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2609,7 +2767,7 @@ func (x *Frontend) String() string {
 func (*Frontend) ProtoMessage() {}
 
 func (x *Frontend) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	mi := &file_api_localv1_localv1_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2622,7 +2780,7 @@ func (x *Frontend) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frontend.ProtoReflect.Descriptor instead.
 func (*Frontend) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{26}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Frontend) GetKind() FrontendKind {
@@ -2743,7 +2901,7 @@ type Traffic struct {
 
 func (x *Traffic) Reset() {
 	*x = Traffic{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	mi := &file_api_localv1_localv1_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2755,7 +2913,7 @@ func (x *Traffic) String() string {
 func (*Traffic) ProtoMessage() {}
 
 func (x *Traffic) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	mi := &file_api_localv1_localv1_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2768,7 +2926,7 @@ func (x *Traffic) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Traffic.ProtoReflect.Descriptor instead.
 func (*Traffic) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{27}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Traffic) GetVerdict() Verdict {
@@ -2797,7 +2955,7 @@ type TargetList struct {
 
 func (x *TargetList) Reset() {
 	*x = TargetList{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[28]
+	mi := &file_api_localv1_localv1_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2809,7 +2967,7 @@ func (x *TargetList) String() string {
 func (*TargetList) ProtoMessage() {}
 
 func (x *TargetList) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[28]
+	mi := &file_api_localv1_localv1_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2822,7 +2980,7 @@ func (x *TargetList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TargetList.ProtoReflect.Descriptor instead.
 func (*TargetList) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{28}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *TargetList) GetTargets() []*Target {
@@ -2854,7 +3012,7 @@ type Target struct {
 
 func (x *Target) Reset() {
 	*x = Target{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[29]
+	mi := &file_api_localv1_localv1_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2866,7 +3024,7 @@ func (x *Target) String() string {
 func (*Target) ProtoMessage() {}
 
 func (x *Target) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[29]
+	mi := &file_api_localv1_localv1_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2879,7 +3037,7 @@ func (x *Target) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Target.ProtoReflect.Descriptor instead.
 func (*Target) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{29}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Target) GetIP() string {
@@ -2928,26 +3086,35 @@ var File_api_localv1_localv1_proto protoreflect.FileDescriptor
 
 const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\n" +
-	"\x19api/localv1/localv1.proto\x12\alocalv1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc4\x01\n" +
+	"\x19api/localv1/localv1.proto\x12\alocalv1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x82\x02\n" +
 	"\bWatchReq\x12\x1a\n" +
 	"\bNodeName\x18\x01 \x01(\tR\bNodeName\x12\"\n" +
 	"\fAllEndpoints\x18d \x01(\bR\fAllEndpoints\x12\x18\n" +
 	"\aOwnNode\x18e \x01(\bR\aOwnNode\x12\x18\n" +
 	"\aBatches\x18f \x01(\bR\aBatches\x12\x18\n" +
 	"\x06Resume\x18g \x01(\fH\x00R\x06Resume\x12\x1c\n" +
-	"\tFrontends\x18h \x01(\bR\tFrontendsB\f\n" +
+	"\tFrontends\x18h \x01(\bR\tFrontends\x12\x16\n" +
+	"\x06Packed\x18i \x01(\bR\x06Packed\x12$\n" +
+	"\x04Have\x18j \x01(\v2\x10.localv1.DigestsR\x04HaveB\f\n" +
 	"\n" +
-	"Resumption\"\xb4\x02\n" +
+	"Resumption\"7\n" +
+	"\aDigests\x12\x12\n" +
+	"\x04Salt\x18\x01 \x01(\fR\x04Salt\x12\x18\n" +
+	"\aBuckets\x18\x02 \x01(\fR\aBuckets\"\xfc\x02\n" +
 	"\x06OpItem\x12&\n" +
 	"\x04Sync\x18\x01 \x01(\v2\x10.localv1.EmptyOpH\x00R\x04Sync\x12\"\n" +
 	"\x03Set\x18\x02 \x01(\v2\x0e.localv1.ValueH\x00R\x03Set\x12&\n" +
 	"\x06Delete\x18\x03 \x01(\v2\f.localv1.RefH\x00R\x06Delete\x12(\n" +
 	"\x05Reset\x18\x04 \x01(\v2\x10.localv1.EmptyOpH\x00R\x05Reset\x121\n" +
-	"\aReplace\x18d \x01(\v2\x15.localv1.WholeServiceH\x00R\aReplace\x12%\n" +
+	"\aReplace\x18d \x01(\v2\x15.localv1.WholeServiceH\x00R\aReplace\x12\x18\n" +
+	"\x06Packed\x18h \x01(\fH\x00R\x06Packed\x12,\n" +
+	"\aDiscard\x18i \x01(\v2\x10.localv1.BucketsH\x00R\aDiscard\x12%\n" +
 	"\x05Batch\x18e \x03(\v2\x0f.localv1.OpItemR\x05Batch\x12\x16\n" +
 	"\x06Resume\x18f \x01(\fR\x06Resume\x12\x14\n" +
 	"\x05Stale\x18g \x01(\bR\x05StaleB\x04\n" +
-	"\x02Op\"\t\n" +
+	"\x02Op\"#\n" +
+	"\aBuckets\x12\x18\n" +
+	"\aNumbers\x18\x01 \x03(\rR\aNumbers\"\t\n" +
 	"\aEmptyOp\"9\n" +
 	"\x03Ref\x12\x1e\n" +
 	"\x03Set\x18\x01 \x01(\x0e2\f.localv1.SetR\x03Set\x12\x12\n" +
@@ -3198,7 +3365,7 @@ func file_api_localv1_localv1_proto_rawDescGZIP() []byte {
 }
 
 var file_api_localv1_localv1_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_api_localv1_localv1_proto_goTypes = []any{
 	(Set)(0),                      // 0: localv1.Set
 	(Algorithm)(0),                // 1: localv1.Algorithm
@@ -3208,103 +3375,107 @@ var file_api_localv1_localv1_proto_goTypes = []any{
 	(Verdict)(0),                  // 5: localv1.Verdict
 	(Masquerade)(0),               // 6: localv1.Masquerade
 	(*WatchReq)(nil),              // 7: localv1.WatchReq
-	(*OpItem)(nil),                // 8: localv1.OpItem
-	(*EmptyOp)(nil),               // 9: localv1.EmptyOp
-	(*Ref)(nil),                   // 10: localv1.Ref
-	(*Value)(nil),                 // 11: localv1.Value
-	(*WholeService)(nil),          // 12: localv1.WholeService
-	(*KeyedEndpoint)(nil),         // 13: localv1.KeyedEndpoint
-	(*Service)(nil),               // 14: localv1.Service
-	(*IPFilter)(nil),              // 15: localv1.IPFilter
-	(*ServiceIPs)(nil),            // 16: localv1.ServiceIPs
-	(*IPSet)(nil),                 // 17: localv1.IPSet
-	(*Endpoint)(nil),              // 18: localv1.Endpoint
-	(*PodName)(nil),               // 19: localv1.PodName
-	(*EndpointScopes)(nil),        // 20: localv1.EndpointScopes
-	(*PortScopes)(nil),            // 21: localv1.PortScopes
-	(*EndpointConditions)(nil),    // 22: localv1.EndpointConditions
-	(*PortName)(nil),              // 23: localv1.PortName
-	(*PortMapping)(nil),           // 24: localv1.PortMapping
-	(*ClientIPAffinity)(nil),      // 25: localv1.ClientIPAffinity
-	(*PortFamily)(nil),            // 26: localv1.PortFamily
-	(*LostClaim)(nil),             // 27: localv1.LostClaim
-	(*Node)(nil),                  // 28: localv1.Node
-	(*NodeAddress)(nil),           // 29: localv1.NodeAddress
-	(*Taint)(nil),                 // 30: localv1.Taint
-	(*ServiceFrontends)(nil),      // 31: localv1.ServiceFrontends
-	(*Sources)(nil),               // 32: localv1.Sources
-	(*Frontend)(nil),              // 33: localv1.Frontend
-	(*Traffic)(nil),               // 34: localv1.Traffic
-	(*TargetList)(nil),            // 35: localv1.TargetList
-	(*Target)(nil),                // 36: localv1.Target
-	nil,                           // 37: localv1.Service.LabelsEntry
-	nil,                           // 38: localv1.Service.AnnotationsEntry
-	nil,                           // 39: localv1.Node.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 40: google.protobuf.Timestamp
+	(*Digests)(nil),               // 8: localv1.Digests
+	(*OpItem)(nil),                // 9: localv1.OpItem
+	(*Buckets)(nil),               // 10: localv1.Buckets
+	(*EmptyOp)(nil),               // 11: localv1.EmptyOp
+	(*Ref)(nil),                   // 12: localv1.Ref
+	(*Value)(nil),                 // 13: localv1.Value
+	(*WholeService)(nil),          // 14: localv1.WholeService
+	(*KeyedEndpoint)(nil),         // 15: localv1.KeyedEndpoint
+	(*Service)(nil),               // 16: localv1.Service
+	(*IPFilter)(nil),              // 17: localv1.IPFilter
+	(*ServiceIPs)(nil),            // 18: localv1.ServiceIPs
+	(*IPSet)(nil),                 // 19: localv1.IPSet
+	(*Endpoint)(nil),              // 20: localv1.Endpoint
+	(*PodName)(nil),               // 21: localv1.PodName
+	(*EndpointScopes)(nil),        // 22: localv1.EndpointScopes
+	(*PortScopes)(nil),            // 23: localv1.PortScopes
+	(*EndpointConditions)(nil),    // 24: localv1.EndpointConditions
+	(*PortName)(nil),              // 25: localv1.PortName
+	(*PortMapping)(nil),           // 26: localv1.PortMapping
+	(*ClientIPAffinity)(nil),      // 27: localv1.ClientIPAffinity
+	(*PortFamily)(nil),            // 28: localv1.PortFamily
+	(*LostClaim)(nil),             // 29: localv1.LostClaim
+	(*Node)(nil),                  // 30: localv1.Node
+	(*NodeAddress)(nil),           // 31: localv1.NodeAddress
+	(*Taint)(nil),                 // 32: localv1.Taint
+	(*ServiceFrontends)(nil),      // 33: localv1.ServiceFrontends
+	(*Sources)(nil),               // 34: localv1.Sources
+	(*Frontend)(nil),              // 35: localv1.Frontend
+	(*Traffic)(nil),               // 36: localv1.Traffic
+	(*TargetList)(nil),            // 37: localv1.TargetList
+	(*Target)(nil),                // 38: localv1.Target
+	nil,                           // 39: localv1.Service.LabelsEntry
+	nil,                           // 40: localv1.Service.AnnotationsEntry
+	nil,                           // 41: localv1.Node.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 42: google.protobuf.Timestamp
 }
 var file_api_localv1_localv1_proto_depIdxs = []int32{
-	9,  // 0: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
-	11, // 1: localv1.OpItem.Set:type_name -> localv1.Value
-	10, // 2: localv1.OpItem.Delete:type_name -> localv1.Ref
-	9,  // 3: localv1.OpItem.Reset:type_name -> localv1.EmptyOp
-	12, // 4: localv1.OpItem.Replace:type_name -> localv1.WholeService
-	8,  // 5: localv1.OpItem.Batch:type_name -> localv1.OpItem
-	0,  // 6: localv1.Ref.Set:type_name -> localv1.Set
-	10, // 7: localv1.Value.Ref:type_name -> localv1.Ref
-	14, // 8: localv1.WholeService.Service:type_name -> localv1.Service
-	13, // 9: localv1.WholeService.Endpoints:type_name -> localv1.KeyedEndpoint
-	18, // 10: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
-	16, // 11: localv1.Service.IPs:type_name -> localv1.ServiceIPs
-	24, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
-	37, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
-	38, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
-	15, // 15: localv1.Service.IPFilters:type_name -> localv1.IPFilter
-	25, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
-	40, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
-	3,  // 18: localv1.Service.IPFamilies:type_name -> localv1.Family
-	26, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
-	27, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
-	1,  // 21: localv1.Service.Algorithm:type_name -> localv1.Algorithm
-	17, // 22: localv1.IPFilter.TargetIPs:type_name -> localv1.IPSet
-	17, // 23: localv1.ServiceIPs.ClusterIPs:type_name -> localv1.IPSet
-	17, // 24: localv1.ServiceIPs.ExternalIPs:type_name -> localv1.IPSet
-	17, // 25: localv1.ServiceIPs.LoadBalancerIPs:type_name -> localv1.IPSet
-	17, // 26: localv1.ServiceIPs.ProxiedIPs:type_name -> localv1.IPSet
-	17, // 27: localv1.Endpoint.IPs:type_name -> localv1.IPSet
-	23, // 28: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
-	20, // 29: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
-	21, // 30: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
-	22, // 31: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
-	19, // 32: localv1.Endpoint.Target:type_name -> localv1.PodName
-	2,  // 33: localv1.PortScopes.Protocol:type_name -> localv1.Protocol
-	20, // 34: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
-	2,  // 35: localv1.PortMapping.Protocol:type_name -> localv1.Protocol
-	2,  // 36: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
-	3,  // 37: localv1.PortFamily.Family:type_name -> localv1.Family
-	2,  // 38: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
-	3,  // 39: localv1.LostClaim.Family:type_name -> localv1.Family
-	39, // 40: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
-	29, // 41: localv1.Node.Addresses:type_name -> localv1.NodeAddress
-	30, // 42: localv1.Node.Taints:type_name -> localv1.Taint
-	33, // 43: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
-	35, // 44: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
-	32, // 45: localv1.ServiceFrontends.Sources:type_name -> localv1.Sources
-	4,  // 46: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
-	3,  // 47: localv1.Frontend.Family:type_name -> localv1.Family
-	2,  // 48: localv1.Frontend.Protocol:type_name -> localv1.Protocol
-	34, // 49: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
-	34, // 50: localv1.Frontend.Node:type_name -> localv1.Traffic
-	6,  // 51: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
-	1,  // 52: localv1.Frontend.Algorithm:type_name -> localv1.Algorithm
-	5,  // 53: localv1.Traffic.Verdict:type_name -> localv1.Verdict
-	36, // 54: localv1.TargetList.Targets:type_name -> localv1.Target
-	7,  // 55: localv1.Sets.Watch:input_type -> localv1.WatchReq
-	8,  // 56: localv1.Sets.Watch:output_type -> localv1.OpItem
-	56, // [56:57] is the sub-list for method output_type
-	55, // [55:56] is the sub-list for method input_type
-	55, // [55:55] is the sub-list for extension type_name
-	55, // [55:55] is the sub-list for extension extendee
-	0,  // [0:55] is the sub-list for field type_name
+	8,  // 0: localv1.WatchReq.Have:type_name -> localv1.Digests
+	11, // 1: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
+	13, // 2: localv1.OpItem.Set:type_name -> localv1.Value
+	12, // 3: localv1.OpItem.Delete:type_name -> localv1.Ref
+	11, // 4: localv1.OpItem.Reset:type_name -> localv1.EmptyOp
+	14, // 5: localv1.OpItem.Replace:type_name -> localv1.WholeService
+	10, // 6: localv1.OpItem.Discard:type_name -> localv1.Buckets
+	9,  // 7: localv1.OpItem.Batch:type_name -> localv1.OpItem
+	0,  // 8: localv1.Ref.Set:type_name -> localv1.Set
+	12, // 9: localv1.Value.Ref:type_name -> localv1.Ref
+	16, // 10: localv1.WholeService.Service:type_name -> localv1.Service
+	15, // 11: localv1.WholeService.Endpoints:type_name -> localv1.KeyedEndpoint
+	20, // 12: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
+	18, // 13: localv1.Service.IPs:type_name -> localv1.ServiceIPs
+	26, // 14: localv1.Service.Ports:type_name -> localv1.PortMapping
+	39, // 15: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
+	40, // 16: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
+	17, // 17: localv1.Service.IPFilters:type_name -> localv1.IPFilter
+	27, // 18: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
+	42, // 19: localv1.Service.Created:type_name -> google.protobuf.Timestamp
+	3,  // 20: localv1.Service.IPFamilies:type_name -> localv1.Family
+	28, // 21: localv1.Service.Unusable:type_name -> localv1.PortFamily
+	29, // 22: localv1.Service.Lost:type_name -> localv1.LostClaim
+	1,  // 23: localv1.Service.Algorithm:type_name -> localv1.Algorithm
+	19, // 24: localv1.IPFilter.TargetIPs:type_name -> localv1.IPSet
+	19, // 25: localv1.ServiceIPs.ClusterIPs:type_name -> localv1.IPSet
+	19, // 26: localv1.ServiceIPs.ExternalIPs:type_name -> localv1.IPSet
+	19, // 27: localv1.ServiceIPs.LoadBalancerIPs:type_name -> localv1.IPSet
+	19, // 28: localv1.ServiceIPs.ProxiedIPs:type_name -> localv1.IPSet
+	19, // 29: localv1.Endpoint.IPs:type_name -> localv1.IPSet
+	25, // 30: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
+	22, // 31: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
+	23, // 32: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
+	24, // 33: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
+	21, // 34: localv1.Endpoint.Target:type_name -> localv1.PodName
+	2,  // 35: localv1.PortScopes.Protocol:type_name -> localv1.Protocol
+	22, // 36: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
+	2,  // 37: localv1.PortMapping.Protocol:type_name -> localv1.Protocol
+	2,  // 38: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
+	3,  // 39: localv1.PortFamily.Family:type_name -> localv1.Family
+	2,  // 40: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
+	3,  // 41: localv1.LostClaim.Family:type_name -> localv1.Family
+	41, // 42: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
+	31, // 43: localv1.Node.Addresses:type_name -> localv1.NodeAddress
+	32, // 44: localv1.Node.Taints:type_name -> localv1.Taint
+	35, // 45: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
+	37, // 46: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
+	34, // 47: localv1.ServiceFrontends.Sources:type_name -> localv1.Sources
+	4,  // 48: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
+	3,  // 49: localv1.Frontend.Family:type_name -> localv1.Family
+	2,  // 50: localv1.Frontend.Protocol:type_name -> localv1.Protocol
+	36, // 51: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
+	36, // 52: localv1.Frontend.Node:type_name -> localv1.Traffic
+	6,  // 53: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
+	1,  // 54: localv1.Frontend.Algorithm:type_name -> localv1.Algorithm
+	5,  // 55: localv1.Traffic.Verdict:type_name -> localv1.Verdict
+	38, // 56: localv1.TargetList.Targets:type_name -> localv1.Target
+	7,  // 57: localv1.Sets.Watch:input_type -> localv1.WatchReq
+	9,  // 58: localv1.Sets.Watch:output_type -> localv1.OpItem
+	58, // [58:59] is the sub-list for method output_type
+	57, // [57:58] is the sub-list for method input_type
+	57, // [57:57] is the sub-list for extension type_name
+	57, // [57:57] is the sub-list for extension extendee
+	0,  // [0:57] is the sub-list for field type_name
 }
 
 func init() { file_api_localv1_localv1_proto_init() }
@@ -3315,14 +3486,16 @@ func file_api_localv1_localv1_proto_init() {
 	file_api_localv1_localv1_proto_msgTypes[0].OneofWrappers = []any{
 		(*WatchReq_Resume)(nil),
 	}
-	file_api_localv1_localv1_proto_msgTypes[1].OneofWrappers = []any{
+	file_api_localv1_localv1_proto_msgTypes[2].OneofWrappers = []any{
 		(*OpItem_Sync)(nil),
 		(*OpItem_Set)(nil),
 		(*OpItem_Delete)(nil),
 		(*OpItem_Reset_)(nil),
 		(*OpItem_Replace)(nil),
+		(*OpItem_Packed)(nil),
+		(*OpItem_Discard)(nil),
 	}
-	file_api_localv1_localv1_proto_msgTypes[7].OneofWrappers = []any{
+	file_api_localv1_localv1_proto_msgTypes[9].OneofWrappers = []any{
 		(*Service_ClientIP)(nil),
 	}
 	type x struct{}
@@ -3331,7 +3504,7 @@ func file_api_localv1_localv1_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_localv1_localv1_proto_rawDesc), len(file_api_localv1_localv1_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   33,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

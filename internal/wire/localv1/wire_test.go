@@ -187,6 +187,8 @@ func filledValue(f protoreflect.FieldDescriptor, depth int) protoreflect.Value {
 		return protoreflect.ValueOfBool(true)
 	case protoreflect.Int32Kind:
 		return protoreflect.ValueOfInt32(int32(f.Number()))
+	case protoreflect.Uint32Kind:
+		return protoreflect.ValueOfUint32(uint32(f.Number()))
 	case protoreflect.Int64Kind:
 		return protoreflect.ValueOfInt64(int64(f.Number()))
 	case protoreflect.BytesKind:

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"bytes"
+	"compress/flate"
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/ordering"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
+	"golang.org/x/sync/semaphore"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// beginnings keeps the state with which new clients begin. So the server encodes and
+// compresses it once for many clients.
+type beginnings struct {
+	views *views
+	turns *semaphore.Weighted
+
+	mu   sync.Mutex
+	last *beginning // nil if there is none
+	used time.Time
+}
+
+// beginning is a state of the cluster with which clients begin. If the state has changed
+// since, they also get the changes.
+type beginning struct {
+	views    *views
+	snapshot *cluster.Objects
+	// The services that look different to a node, or to all nodes of a zone.
+	byNode, byZone map[string][]*api.ServiceState
+
+	mu    sync.Mutex
+	packs map[packKind]*pack
+}
+
+// packKind identifies the clients that share a pack.
+type packKind struct {
+	who       audience
+	frontends bool
+	zone      string // empty for nodes of different zones
+}
+
+// pack has all services as they look to a node without endpoints.
+type pack struct {
+	zone     string
+	frames   []frame
+	services []digested // sorted
+}
+
+// forgetAfter is the time after which the server drops an unused beginning.
+const forgetAfter = 5 * time.Minute
+
+// maxTurns limits the clients that begin at the same time. With many more, each would get
+// its data so slowly that its connection might fail, and it would begin again.
+const maxTurns = 32
+
+// maxTurn is the time after which a client that reads slowly does not count any more. A
+// peer may have as many streams as there are turns. So each malicious peer delays others
+// by at most this time.
+const maxTurn = 5 * time.Second
+
+func newBeginnings(v *views) *beginnings {
+	return &beginnings{views: v, turns: semaphore.NewWeighted(maxTurns)}
+}
+
+// turn waits until the client may begin. Clients begin in the order of their calls. The
+// caller calls end when the client has its first answer.
+func (b *beginnings) turn(ctx context.Context) (end func(), err error) {
+	if err := b.turns.Acquire(ctx, 1); err != nil {
+		return nil, err
+	}
+	timer := time.AfterFunc(maxTurn, func() { b.turns.Release(1) })
+	return func() {
+		if timer.Stop() {
+			b.turns.Release(1)
+		}
+	}, nil
+}
+
+// of returns the beginning for a client that needs a snapshot. The beginning may be newer
+// than the snapshot.
+func (b *beginnings) of(snapshot *cluster.Objects) *beginning {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.last == nil || !b.last.fits(snapshot) {
+		b.last = newBeginning(b.views, snapshot)
+	}
+	b.used = time.Now()
+	return b.last
+}
+
+// forget drops an unused beginning.
+func (b *beginnings) forget() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if time.Since(b.used) >= forgetAfter {
+		b.last = nil
+	}
+}
+
+// fits reports whether at most a twentieth of the services changed between the beginning
+// and a snapshot.
+func (x *beginning) fits(snapshot *cluster.Objects) bool {
+	changes, ok := statesOf(snapshot.Snapshot).Since(x.snapshot.Revision)
+	if !ok {
+		return false
+	}
+	changed := 0
+	for range changes {
+		if changed++; changed > 100+x.snapshot.States.Len()/20 {
+			return false
+		}
+	}
+	return true
+}
+
+func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
+	x := &beginning{
+		views: v, snapshot: snapshot, packs: map[packKind]*pack{},
+		byNode: map[string][]*api.ServiceState{}, byZone: map[string][]*api.ServiceState{},
+	}
+	for _, state := range statesOf(snapshot.Snapshot).All() {
+		if state.Service == nil {
+			continue
+		}
+		s := newSharedState(state)
+		for node := range s.nodes {
+			x.byNode[node] = append(x.byNode[node], state)
+		}
+		for zone := range s.zones {
+			x.byZone[zone] = append(x.byZone[zone], state)
+		}
+	}
+	return x
+}
+
+// pack returns the pack for the nodes of a zone. If few services look different to the
+// zone, the pack is that of all such zones.
+func (x *beginning) pack(kind packKind) *pack {
+	if 20*len(x.byZone[kind.zone]) <= x.snapshot.States.Len() {
+		kind.zone = ""
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	p, ok := x.packs[kind]
+	if !ok {
+		p = x.newPack(kind)
+		x.packs[kind] = p
+	}
+	return p
+}
+
+// packBytes is the approximate size of the operations that are compressed together.
+const packBytes = 256 << 10
+
+func (x *beginning) newPack(kind packKind) *pack {
+	p := &pack{zone: kind.zone}
+	var ops, packed bytes.Buffer
+	w, _ := flate.NewWriter(&packed, flate.BestSpeed) // fails only if the level is invalid
+	flush := func() {
+		packed.Reset()
+		w.Reset(&packed)
+		w.Write(ops.Bytes()) // a bytes.Buffer cannot fail
+		w.Close()
+		ops.Reset()
+		p.frames = append(p.frames, newFrame(&localv1.OpItem{Op: &localv1.OpItem_Packed{Packed: packed.Bytes()}}))
+	}
+	for key, state := range statesOf(x.snapshot.Snapshot).All() {
+		s := newSharedState(state)
+		view := x.views.compute(x.snapshot.Snapshot, s, s.classOf("", kind.zone, kind.frontends))
+		if view == nil {
+			continue
+		}
+		p.services = append(p.services, newDigested(key, view.content(kind.who)))
+		for _, f := range view.newWhole(kind.who) {
+			if ops.Write(f); ops.Len() >= packBytes {
+				flush()
+			}
+		}
+	}
+	if ops.Len() > 0 {
+		flush()
+	}
+	sortDigested(p.services)
+	return p
+}
+
+// own returns the states of the services that may look different to the client than in the
+// pack. The states are those of the beginning.
+func (w *watch) own(x *beginning, p *pack, to *target) []*api.ServiceState {
+	own := x.byNode[w.name]
+	if p.zone != to.zone {
+		own = slices.Concat(own, x.byZone[to.zone])
+	}
+	return own
+}
+
+// changes returns the states of the services that have changed since the beginning, or nil
+// for a deleted service.
+func (x *beginning) changes(snapshot *cluster.Objects) map[types.NamespacedName]*api.ServiceState {
+	changes, _ := statesOf(snapshot.Snapshot).Since(x.snapshot.Revision)
+	return maps.Collect(changes)
+}
+
+// uncached returns the state of a service for views of one node, which are not worth a
+// place in the cache.
+func uncached(state *api.ServiceState) *sharedState {
+	s := newSharedState(state)
+	s.reported = true // by newPack, if it is too large
+	return s
+}
+
+// sendAll brings a client without a valid token to the snapshot.
+func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
+	p := x.pack(packKind{w.who, w.frontends, to.zone})
+	changes := x.changes(snapshot)
+	if n := bucketCount(w.have); n > 0 {
+		views := w.different(x, p, changes, to)
+		if discard := p.compare(w.have, n, views, w.who); len(discard) <= n/2 {
+			w.sendBuckets(p, snapshot, to, n, discard, views)
+			return
+		}
+	}
+	w.sender.ops(resetFrame())
+	if to.node != nil {
+		w.sendNode(to.node)
+	}
+	w.sender.ops(p.frames...)
+	for _, state := range w.own(x, p, to) {
+		if _, ok := changes[state.Service.Key()]; !ok {
+			for _, frames := range w.patch(x, p, state, to) {
+				w.sender.ops(frames...)
+			}
+		}
+	}
+	for key, state := range changes {
+		w.sendWhole(key, w.view(state, to), true)
+	}
+}
+
+// patch returns the difference between a view in the pack and the client's view.
+func (w *watch) patch(x *beginning, p *pack, state *api.ServiceState, to *target) *wireDelta {
+	s := uncached(state)
+	theirs, mine := s.classOf("", p.zone, w.frontends), s.classOf(w.name, to.zone, w.frontends)
+	before, after := theirs.view(x.snapshot.Snapshot, state), mine.view(x.snapshot.Snapshot, state)
+	if before != nil && after != nil && !w.frontends {
+		before, after = withoutEqual(before, after), withoutEqual(after, before)
+	}
+	old, new := x.views.marshal(s, theirs, before), x.views.marshal(s, mine, after)
+	if old == nil && new == nil {
+		return &wireDelta{}
+	}
+	return newDelta(old, new, w.who)
+}
+
+// withoutEqual returns v without what it has in common with another view of the same
+// state: the endpoints, which are sorted by address and ports, and the service except its
+// name.
+func withoutEqual(v, other *api.View) *api.View {
+	out := *v
+	if slices.Equal(v.Unusable, other.Unusable) && slices.Equal(v.Lost, other.Lost) {
+		out.Service, out.Unusable, out.Lost = &api.Service{Namespace: v.Service.Namespace, Name: v.Service.Name}, nil, nil
+	}
+	out.Endpoints, out.Draining = notIn(v.Endpoints, other.Endpoints), notIn(v.Draining, other.Draining)
+	return &out
+}
+
+func notIn(list, other []api.Endpoint) []api.Endpoint {
+	var rest []api.Endpoint
+	for i := range list {
+		e := &list[i]
+		for len(other) > 0 && ordering.Endpoints(&other[0], e) < 0 {
+			other = other[1:]
+		}
+		if len(other) == 0 || !other[0].Equal(e) {
+			rest = append(rest, *e)
+		}
+	}
+	return rest
+}
+
+// different returns the client's views of all services that may differ from the pack. A
+// view is nil if the client has none.
+func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedName]*api.ServiceState, to *target) map[types.NamespacedName]*wireView {
+	views := map[types.NamespacedName]*wireView{}
+	for _, state := range w.own(x, p, to) {
+		s := uncached(state)
+		views[state.Service.Key()] = x.views.compute(x.snapshot.Snapshot, s, s.classOf(w.name, to.zone, w.frontends))
+	}
+	for key, state := range changes {
+		views[key] = w.view(state, to)
+	}
+	return views
+}
+
+// compare returns the buckets in which the client's services differ from those of the
+// pack, changed by the given views.
+func (p *pack) compare(have *localv1.Digests, n int, changed map[types.NamespacedName]*wireView, who audience) []uint32 {
+	inBucket := map[int][]digested{}
+	for key, view := range changed {
+		bucket := bucketOf(orderOf(key), n)
+		list := inBucket[bucket]
+		if view != nil {
+			list = append(list, newDigested(key, view.content(who)))
+		}
+		inBucket[bucket] = list
+	}
+	var differ []uint32
+	for bucket, services := range bucketsOf(p.services, n) {
+		if list, ok := inBucket[bucket]; ok {
+			for _, s := range services {
+				if _, ok := changed[s.key]; !ok {
+					list = append(list, s)
+				}
+			}
+			sortDigested(list)
+			services = list
+		}
+		if !bytes.Equal(digestOf(have.GetSalt(), services), have.GetBuckets()[bucket*bucketDigest:][:bucketDigest]) {
+			differ = append(differ, uint32(bucket))
+		}
+	}
+	return differ
+}
+
+// sendBuckets replaces the services in some of n buckets.
+func (w *watch) sendBuckets(p *pack, snapshot *cluster.Objects, to *target, n int, buckets []uint32, changed map[types.NamespacedName]*wireView) {
+	w.sendNode(to.node)
+	if len(buckets) == 0 {
+		return
+	}
+	w.sender.ops(newFrame(&localv1.OpItem{Op: &localv1.OpItem_Discard{Discard: &localv1.Buckets{Numbers: buckets}}}))
+	for bucket, services := range bucketsOf(p.services, n) {
+		if _, ok := slices.BinarySearch(buckets, uint32(bucket)); !ok {
+			continue
+		}
+		for i := range services {
+			key := services[i].key
+			if _, ok := changed[key]; !ok {
+				state, _ := statesOf(snapshot.Snapshot).Get(key)
+				w.sendWhole(key, w.view(state, to), false)
+			}
+		}
+	}
+	for key, view := range changed {
+		if _, ok := slices.BinarySearch(buckets, uint32(bucketOf(orderOf(key), n))); ok {
+			w.sendWhole(key, view, false)
+		}
+	}
+}

@@ -13,16 +13,16 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestCasesAreDocumented checks that docs/conformance.md lists exactly the cases of the
-// kit.
+// TestCasesAreDocumented checks that docs/reference/conformance.md lists exactly the
+// cases of the kit.
 func TestCasesAreDocumented(t *testing.T) {
-	page, err := os.ReadFile("../docs/conformance.md")
+	page, err := os.ReadFile("../docs/reference/conformance.md")
 	if err != nil {
 		t.Fatal(err)
 	}
 	_, got, found := strings.Cut(string(page), "\n## Cases\n")
 	if !found {
-		t.Fatal("docs/conformance.md has no section Cases")
+		t.Fatal("docs/reference/conformance.md has no section Cases")
 	}
 	var want strings.Builder
 	for _, section := range sections {
@@ -32,7 +32,7 @@ func TestCasesAreDocumented(t *testing.T) {
 		}
 	}
 	if diff := cmp.Diff(want.String(), got); diff != "" {
-		t.Errorf("docs/conformance.md does not list the cases (-want +got):\n%s", diff)
+		t.Errorf("docs/reference/conformance.md does not list the cases (-want +got):\n%s", diff)
 	}
 }
 

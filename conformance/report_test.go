@@ -18,9 +18,10 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// TestReportInDocs checks that docs/conformance.md has an example of the present format.
+// TestReportInDocs checks that docs/reference/conformance.md has an example of the
+// present format.
 func TestReportInDocs(t *testing.T) {
-	page, err := os.ReadFile("../docs/conformance.md")
+	page, err := os.ReadFile("../docs/reference/conformance.md")
 	if err != nil {
 		t.Fatal(err)
 	}

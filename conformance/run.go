@@ -55,7 +55,7 @@ type Options struct {
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
 	// Report is the file to which the results are written as YAML, for publication. See
-	// docs/conformance.md for its format. Default: none.
+	// docs/reference/conformance.md for its format. Default: none.
 	Report string
 	// Proxy is the name and version of the proxy, for the report. Default: empty.
 	Proxy string

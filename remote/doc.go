@@ -25,8 +25,8 @@
 // The function [Watch] fills a state with the whole cluster from another server, like the
 // sources in the packages below watcher.
 //
-// docs/wire.md describes the protocol. A Server also serves clients of the original kpng,
-// and a Client can follow a server of the original kpng.
+// docs/reference/wire.md describes the protocol. A Server also serves clients of the
+// original kpng, and a Client can follow a server of the original kpng.
 //
 // # What a stream costs
 //

@@ -27,7 +27,8 @@ import (
 )
 
 // This file contains a client that works like the clients of the original kpng. This
-// client is based only on the table in docs/wire.md and does not use the generated code.
+// client is based only on the table in docs/reference/wire.md and does not use the
+// generated code.
 
 // bytesCodec sends and receives messages that are already marshalled.
 type bytesCodec struct{}
@@ -88,7 +89,7 @@ func get(fields []field, number protowire.Number) field {
 	return field{}
 }
 
-// Field numbers and set numbers, from the table in docs/wire.md.
+// Field numbers and set numbers, from the table in docs/reference/wire.md.
 const (
 	watchReqNodeName = 1
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package report has the JSON form of the status page, which docs/wire.md describes.
-// Package status writes it, and the command kpng status reads it.
+// Package report has the JSON form of the status page, which docs/reference/wire.md
+// describes. Package status writes it, and the command kpng status reads it.
 package report
 
 import (

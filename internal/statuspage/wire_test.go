@@ -87,11 +87,11 @@ func paths(to map[string]bool, path string, v any) {
 	to[path] = true
 }
 
-// documented returns the first column of the table in wire.md whose first heading is
-// given.
+// documented returns the first column of the table in docs/reference/wire.md whose first
+// heading is given.
 func documented(t *testing.T, heading string) []string {
 	t.Helper()
-	text, err := os.ReadFile("../../docs/wire.md")
+	text, err := os.ReadFile("../../docs/reference/wire.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +127,7 @@ func TestJSONIsDocumented(t *testing.T) {
 		}
 		if diff := cmp.Diff(documented(t, heading), slices.Sorted(maps.Keys(got))); diff != "" {
 			text, err := json.MarshalIndent(value, "", " ")
-			t.Errorf("table of %q in docs/wire.md (-documented +served):\n%s\nserved %s, error %v", heading, diff, text, err)
+			t.Errorf("table of %q in docs/reference/wire.md (-documented +served):\n%s\nserved %s, error %v", heading, diff, text, err)
 		}
 	}
 	if s := fmt.Sprint(served("service", "default/web")["refused"]); !strings.HasPrefix(s, "too large: it needs") {

@@ -26,7 +26,7 @@ var matrix = flag.String("matrix", "", "`file` to which the matrix is written as
 var report = flag.String("report", "", "`file` to which the results are written as YAML")
 
 // TestKubeProxy expects kube-proxy to pass every case except those that
-// docs/conformance.md explains.
+// docs/reference/conformance.md explains.
 func TestKubeProxy(t *testing.T) {
 	run(t, conformance.Options{Matrix: *matrix, Report: *report, Proxy: "kube-proxy, mode nftables", Unsupported: lacking, Exceptions: exceptions}, kubeproxy.Options{})
 }

@@ -84,7 +84,8 @@ func main() {
 	}}}, nil, nil)
 }
 
-// verdict is the result for a proxy. The command nightly makes docs/referee.md from it.
+// verdict is the result for a proxy. The command nightly makes docs/reference/referee.md
+// from it.
 type verdict struct {
 	Proxy   string    `json:"proxy"`
 	Date    time.Time `json:"date"`

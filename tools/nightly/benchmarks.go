@@ -4,8 +4,8 @@ package main
 
 import "time"
 
-// benchmarkParts returns the benchmarks of docs/benchmarks.md. The machine should be idle.
-// Those with a dataplane need root.
+// benchmarkParts returns the benchmarks of docs/history/benchmarks.md. The machine should
+// be idle. Those with a dataplane need root.
 func benchmarkParts() []part {
 	var parts []part
 	add := func(name string, limit time.Duration, long bool, commands string) {

@@ -19,10 +19,10 @@ var pages = []struct {
 	file string
 	text func([]partResult, store) (string, error)
 }{
-	{"docs/nightly.md", ofParts(nightlyTable)},
-	{"docs/conformance.md", ofParts(conformanceTable)},
-	{"docs/benchmarks.md", ofParts(benchmarkTables)},
-	{"docs/referee.md", func(_ []partResult, s store) (string, error) { return refereePage(s) }},
+	{"docs/history/nightly.md", ofParts(nightlyTable)},
+	{"docs/reference/conformance.md", ofParts(conformanceTable)},
+	{"docs/history/benchmarks.md", ofParts(benchmarkTables)},
+	{"docs/reference/referee.md", func(_ []partResult, s store) (string, error) { return refereePage(s) }},
 }
 
 // ofParts makes the text of a page from the results of parts alone.

@@ -15,7 +15,8 @@ import (
 	"time"
 )
 
-// refereeProxies has the proxies of docs/referee.md. Those that need IPVS run in QEMU.
+// refereeProxies has the proxies of docs/reference/referee.md. Those that need IPVS run
+// in QEMU.
 var refereeProxies = []string{
 	"kpng-nftables", "kpng-iptables", "kpng-ipvs", "kpng-ebpf", "kpng-userspace",
 	"kube-proxy-1.37-nftables", "kube-proxy-1.37-iptables", "kube-proxy-1.37-ipvs",
@@ -46,7 +47,7 @@ go build %s-o "$programs/%s" k8s.io/kubernetes/cmd/kube-proxy
 KPNG_TEST_PROGRAMS=$programs "$programs/kernel" -memory 4000 -silence 5m "$programs/referee" -json -patience 3m -kpng "$programs/kpng" %s`, old, program, name)
 		}
 		parts = append(parts, part{
-			Name: "referee-" + proxy, About: "the [referee](referee.md) with " + proxy, Limit: 2 * time.Hour, Long: true,
+			Name: "referee-" + proxy, About: "the [referee](../reference/referee.md) with " + proxy, Limit: 2 * time.Hour, Long: true,
 			Command: fmt.Sprintf(`mkdir -p results/referee
 programs=$(mktemp -d)
 trap 'rm -r "$programs"' EXIT
@@ -69,7 +70,8 @@ type verdict struct {
 	Failed      []struct{ Section, Case, Family, Reason string }
 }
 
-// rules has the rule in docs/reference/semantics.md for each section of the conformance kit.
+// rules has the rule in docs/reference/semantics.md for each section of the conformance
+// kit.
 var rules = map[string]string{
 	"Cluster IPs": "frontends", "Ports": "frontends", "Dual stack": "services", "External addresses": "frontends",
 	"Source ranges": "source-ranges", "Endpoints": "which-endpoints", "Topology": "topology", "Traffic policies": "which-traffic-uses-which-list",

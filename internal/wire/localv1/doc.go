@@ -4,8 +4,8 @@
 // backends in other processes. The package also converts them to and from types of
 // package api.
 //
-// docs/wire.md describes the protocol. The conversion preserves everything that a backend
-// sees. The messages contain no trigger times (api.EndpointSlice.TriggerTime).
+// docs/reference/wire.md describes the protocol. The conversion preserves everything that
+// a backend sees. The messages contain no trigger times (api.EndpointSlice.TriggerTime).
 //
 // hack/generate generates the code of the messages.
 package localv1

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // This protocol sends the services and endpoints of one node to a backend in another
-// process. docs/wire.md describes the protocol.
+// process. docs/reference/wire.md describes the protocol.
 //
 // The original kpng has the same field numbers below 100. Numbers never change. Fields
 // from 100 on are additional. A server sends additional fields to every client, and
@@ -103,8 +103,8 @@ func (Set) EnumDescriptor() ([]byte, []int) {
 	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{0}
 }
 
-// Algorithm is a way to choose the endpoint of a new connection. docs/wire.md describes
-// stable hashing.
+// Algorithm is a way to choose the endpoint of a new connection. docs/reference/wire.md
+// describes stable hashing.
 type Algorithm int32
 
 const (
@@ -580,8 +580,8 @@ type WatchReq_Resume struct {
 func (*WatchReq_Resume) isWatchReq_Resumption() {}
 
 // Digests are digests of a client's services and endpoints. They are the same for every
-// server. A service belongs to a bucket by its name; docs/wire.md defines the buckets and
-// their digests.
+// server. A service belongs to a bucket by its name; docs/reference/wire.md defines the
+// buckets and their digests.
 type Digests struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Salt has 16 random bytes, which each digest includes.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // This protocol sends the services and endpoints of one node to a backend in another
-// process. docs/wire.md describes the protocol.
+// process. docs/reference/wire.md describes the protocol.
 //
 // The original kpng has the same field numbers below 100. Numbers never change. Fields
 // from 100 on are additional. A server sends additional fields to every client, and

@@ -31,7 +31,7 @@ func allMessages() []protoreflect.MessageDescriptor {
 	return list
 }
 
-// TestFieldNumbersAreDocumented compares the tables of docs/wire.md with the
+// TestFieldNumbersAreDocumented compares the tables of docs/reference/wire.md with the
 // messages.
 func TestFieldNumbersAreDocumented(t *testing.T) {
 	var got []string
@@ -53,7 +53,7 @@ func TestFieldNumbersAreDocumented(t *testing.T) {
 		got = append(got, fmt.Sprintf("%s: %s", e.Name(), strings.Join(values, ", ")))
 	}
 
-	page, err := os.ReadFile("../../../docs/wire.md")
+	page, err := os.ReadFile("../../../docs/reference/wire.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -64,11 +64,11 @@ func TestFieldNumbersAreDocumented(t *testing.T) {
 	slices.Sort(got)
 	slices.Sort(want)
 	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("field numbers (- docs/wire.md, + messages):\n%s", diff)
+		t.Errorf("field numbers (- docs/reference/wire.md, + messages):\n%s", diff)
 	}
 }
 
-// kind returns the name of a field's type in docs/wire.md.
+// kind returns the name of a field's type in docs/reference/wire.md.
 func kind(f protoreflect.FieldDescriptor) string {
 	if f.IsMap() {
 		return "map"
@@ -94,7 +94,8 @@ func kind(f protoreflect.FieldDescriptor) string {
 }
 
 // TestFieldNumbersOfOriginalKpng compares the messages with a list of the original kpng's
-// field numbers. It finds a wrong number even if docs/wire.md has the same wrong number.
+// field numbers. It finds a wrong number even if docs/reference/wire.md has the same
+// wrong number.
 func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 	for message, fields := range map[protoreflect.Name]string{
 		"WatchReq":         "NodeName 1",

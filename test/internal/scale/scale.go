@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package scale simulates how a change reaches the nodes of a large cluster through tiers
-// of kpng servers. docs/scale.md describes the model and compares it with measurements.
+// of kpng servers. docs/operate/scale.md describes the model and compares it with
+// measurements.
 package scale
 
 import (

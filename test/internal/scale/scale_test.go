@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/test/internal/scale"
 )
 
-// The table of docs/scale.md. The first three rows are for the benchmarks, in which server
-// and clients share two cores. Their processor time per stream comes from
+// The table of docs/operate/scale.md. The first three rows are for the benchmarks, in
+// which server and clients share two cores. Their processor time per stream comes from
 // BenchmarkFanout/nodes=1000, the other rows use the time of a server alone.
 func Example() {
 	const shared, alone = 81 * time.Microsecond, 44 * time.Microsecond

@@ -102,7 +102,9 @@ func (m *migration) start() {
 		t.Fatal(err)
 	}
 	m.version = nodes.Items[0].Status.NodeInfo.KubeletVersion
-	tools := []string{"nft"}
+	// Without the names of protocols, nft lists elements with other keys than kube-proxy's, and
+	// a kube-proxy that starts again deletes all services. Its released image has this file, too.
+	tools := []string{"nft", "/etc/protocols"}
 	for _, name := range []string{"iptables", "ip6tables"} {
 		tools = append(tools, name, name+"-save", name+"-restore")
 	}

@@ -7,7 +7,7 @@
 //	kpng kube --kubeconfig F to-api --listen unix:///run/kpng/kpng.sock
 //	kpng api --api unix:///run/kpng/kpng.sock to-local json
 //
-// The command also explains what a node does with a service, and why. docs/running.md is
+// The command also explains what a node does with a service, and why. docs/operate/run.md is
 // its manual.
 package main
 

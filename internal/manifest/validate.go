@@ -20,7 +20,7 @@ import (
 )
 
 // The functions in this file return the errors with which an API server of v1.37 would
-// refuse a new object. docs/running.md lists the exceptions. The functions first set the
+// refuse a new object. docs/operate/run.md lists the exceptions. The functions first set the
 // defaults that the rules depend on. test/manifests compares them with the API server's
 // code.
 

@@ -127,7 +127,7 @@ func TestAllSourcesAndTargetsAgree(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// The user has exactly the permissions that docs/running.md lists.
+	// The user has exactly the permissions that docs/operate/install.md lists.
 	kubeconfig := apiserver.Kubeconfig(t, server.User(t,
 		rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"list", "watch"}},
 		rbacv1.PolicyRule{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"list", "watch"}},

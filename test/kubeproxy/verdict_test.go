@@ -72,7 +72,7 @@ func compareVerdicts(t *testing.T, name string, file []byte) {
 	t.Helper()
 	want, got := verdict(file), apply(file)
 	if want != nil && strings.Contains(want.Error(), "depends on features that are disabled") {
-		return // kpng does not know the dependencies of feature gates; see docs/running.md
+		return // kpng does not know the dependencies of feature gates; see docs/operate/run.md
 	}
 	if (want == nil) != (got == nil) {
 		t.Errorf("%s: kpng: %v; kube-proxy: %v\n%s", name, got, want, file)

@@ -191,10 +191,10 @@ func TestKpngAcceptsArgumentsOfManifests(t *testing.T) {
 	}
 }
 
-// TestKustomizationInDocs renders the examples in docs/operations.md with the files of this
+// TestKustomizationInDocs renders the examples in docs/operate/install.md with the files of this
 // checkout.
 func TestKustomizationInDocs(t *testing.T) {
-	page, err := os.ReadFile("../../docs/operations.md")
+	page, err := os.ReadFile("../../docs/operate/install.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -204,7 +204,7 @@ func TestKustomizationInDocs(t *testing.T) {
 		{"path: /etc/kpng\n", "mountPath: /var/lib/kubelet/pki\n", "            path: ca.crt\n          name: kpng-authority\n"},
 	}
 	if len(examples) != len(wanted) {
-		t.Fatalf("docs/operations.md has %d examples, want %d", len(examples), len(wanted))
+		t.Fatalf("docs/operate/install.md has %d examples, want %d", len(examples), len(wanted))
 	}
 	for i, example := range examples {
 		rendered := renderExample(t, example[1])

@@ -112,9 +112,9 @@ func TestAlertsFire(t *testing.T) {
 }
 
 // TestEachAlertIsDocumented compares the alert rules with the table in
-// docs/operations.md.
+// docs/operate/observe.md.
 func TestEachAlertIsDocumented(t *testing.T) {
-	page, err := os.ReadFile("../../docs/operations.md")
+	page, err := os.ReadFile("../../docs/operate/observe.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -126,7 +126,7 @@ func TestEachAlertIsDocumented(t *testing.T) {
 		exist = append(exist, alert.Alert)
 	}
 	if !slices.Equal(documented, exist) {
-		t.Errorf("docs/operations.md describes the alerts %q, want %q", documented, exist)
+		t.Errorf("docs/operate/observe.md describes the alerts %q, want %q", documented, exist)
 	}
 }
 

@@ -299,8 +299,8 @@ func TestRelease(t *testing.T) {
 	}
 
 	t.Run("documented commands", func(t *testing.T) {
-		_, section, _ := strings.Cut(read(t, "../../docs", "operations.md"), "\n### Verify a release\n")
-		section, _, _ = strings.Cut(section, "\n### ")
+		_, section, _ := strings.Cut(read(t, "../../docs/operate", "install.md"), "\n## Verify a release\n")
+		section, _, _ = strings.Cut(section, "\n## ")
 		script := "set -euo pipefail\n"
 		for line := range strings.Lines(section) {
 			if strings.HasPrefix(line, "    ") {

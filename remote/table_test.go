@@ -27,8 +27,7 @@ import (
 )
 
 // This file contains a client that works like the clients of the original kpng. This
-// client is based only on the table in docs/reference/wire.md and does not use the
-// generated code.
+// client is based only on the .proto file and does not use the generated code.
 
 // bytesCodec sends and receives messages that are already marshalled.
 type bytesCodec struct{}
@@ -89,7 +88,7 @@ func get(fields []field, number protowire.Number) field {
 	return field{}
 }
 
-// Field numbers and set numbers, from the table in docs/reference/wire.md.
+// Field numbers and set numbers, from the .proto file.
 const (
 	watchReqNodeName = 1
 

@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"context"
 	"io/fs"
 	"net"
 	"time"
@@ -15,17 +16,23 @@ const DefaultAddress = transport.DefaultAddress
 
 // DialOptions configure the connection to a server. When all addresses have failed, the
 // client waits for a random time of up to 500 ms before it tries them again. The limit
-// doubles each time all addresses have failed again, up to 15 s.
+// doubles each time all addresses have failed again, up to 15 s. It also doubles when a
+// server answers and closes the connection in less than 15 s.
 //
 // Plaintext is allowed on loopback addresses and unix sockets. On other addresses,
 // plaintext is an error unless Insecure allows it.
 type DialOptions struct {
 	// Addresses are the addresses of one or more servers, in the form tcp://host:port,
-	// host:port or unix:///path. A client begins with a random address, so that clients
+	// host:port or unix:///path. A client tries them in a random order, so that clients
 	// spread over servers. It tries the next address when the connection fails, when the
 	// server does not answer, or when the server is stale and another server may have newer
-	// state. Default: DefaultAddress.
+	// state. Default: DefaultAddress without Discover, else none.
 	Addresses []string
+	// Discover returns the addresses of further servers, in the same form. The client calls
+	// it at the start, when all addresses have failed, and before it reconnects if the last
+	// call was more than 10 minutes ago. If Discover returns an error or no address, the
+	// client keeps the addresses that it knows. Discover has 10 s. Default: none.
+	Discover func(context.Context) ([]string, error)
 	// If TLS is not nil, all connections use it.
 	TLS *TLS
 	// Insecure allows plaintext connections to other machines, and to unix sockets of other
@@ -41,7 +48,7 @@ type DialOptions struct {
 
 func (o *DialOptions) dialer() (*transport.Dialer, error) {
 	return transport.NewDialer(transport.DialOptions{
-		Addresses: o.Addresses, TLS: (*transport.TLS)(o.TLS), Insecure: o.Insecure,
+		Addresses: o.Addresses, Discover: o.Discover, TLS: (*transport.TLS)(o.TLS), Insecure: o.Insecure,
 		MinBackoff: o.minBackoff, MaxBackoff: o.maxBackoff, FailFast: o.FailFast,
 	})
 }

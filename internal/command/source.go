@@ -277,7 +277,7 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 		return err
 	}
 	switch {
-	case len(dial.Addresses) > 0:
+	case len(s.api.dial.Addresses) > 0:
 		dial.FailFast = once
 		err = remote.Watch(ctx, state, dial)
 	case s.manifests != "":
@@ -301,7 +301,7 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	switch {
 	case err != nil:
 		return nil, err
-	case len(dial.Addresses) > 0:
+	case len(s.api.dial.Addresses) > 0:
 		return newRemoteProxy(dial, opts)
 	}
 	opts.Kubeconfig, opts.Manifests, opts.Services = string(s.kubeconfig), string(s.manifests), s.Services()
@@ -309,33 +309,58 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 }
 
 type apiFlags struct {
-	dial remote.DialOptions
-	tls  remote.TLS
+	dial       remote.DialOptions
+	tls        remote.TLS
+	kubeconfig nonEmpty
 }
 
 func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
-	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "read from the kpng server at this `address`, tcp://host:port or unix:///path; if several are given, they are tried in turn")
+	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "read from the kpng server at this `address`, tcp://host:port or unix:///path; service://NAMESPACE/NAME[:PORT] means the endpoints of a Service, with the name of its port; if several addresses are given, they are tried in turn")
+	fs.Var(&f.kubeconfig, "api-kubeconfig", "find the endpoints of service:// at the API server of this kubeconfig `file` (default: "+defaultAPIServer+")")
 	fs.StringVar(&f.tls.CAFile, "api-tls-ca-file", "", "`file` with the authorities that sign the server's certificate; TLS needs this and the next two")
 	fs.StringVar(&f.tls.CertFile, "api-tls-cert-file", "", "`file` with this client's certificate")
 	fs.StringVar(&f.tls.KeyFile, "api-tls-key-file", "", "`file` with the certificate's key")
-	fs.StringVar(&f.tls.ServerName, "api-tls-server-name", "", "`name` in the server's certificate (default: the host of its address)")
+	fs.StringVar(&f.tls.ServerName, "api-tls-server-name", "", "`name` in the server's certificate (default: the host of its address; with service://, NAME.NAMESPACE.svc)")
 	fs.BoolVar(&f.dial.Insecure, "api-insecure", false, "allow an --api address on another machine without TLS")
 }
 
 // get returns the options of the connection. It returns an error if --api is missing and
 // a flag is set that needs --api.
 func (f *apiFlags) get() (remote.DialOptions, error) {
-	opts := f.dial
+	opts, tls := f.dial, f.tls
+	opts.Addresses = nil
+	var services []serverService
+	for _, a := range f.dial.Addresses {
+		service, ok, err := parseServerService(a)
+		switch {
+		case err != nil:
+			return opts, usage.Errorf("--api: %w", err)
+		case ok:
+			services = append(services, service)
+		default:
+			opts.Addresses = append(opts.Addresses, a)
+		}
+	}
 	if f.tls != (remote.TLS{}) {
-		opts.TLS = &f.tls
+		opts.TLS = &tls
 	}
 	switch {
-	case len(opts.Addresses) > 0:
-		return opts, nil
-	case opts.Addresses != nil: // the flag --api was set to an empty value
+	case len(f.dial.Addresses) == 0 && f.dial.Addresses != nil: // the flag --api was set to an empty value
 		return opts, usage.Errorf("--api is empty")
-	case opts.TLS != nil || opts.Insecure:
+	case len(f.dial.Addresses) == 0 && (opts.TLS != nil || opts.Insecure || f.kubeconfig != ""):
 		return opts, usage.Errorf("the flags --api-… need --api")
+	case len(services) == 0 && f.kubeconfig != "":
+		return opts, usage.Errorf("--api-kubeconfig needs an --api address of the form service://NAMESPACE/NAME")
+	case len(services) > 1:
+		return opts, usage.Errorf("--api has more than one service:// address")
+	case len(services) == 1:
+		if opts.TLS == nil && !opts.Insecure {
+			return opts, usage.Errorf("--api %s needs --api-tls-ca-file, --api-tls-cert-file and --api-tls-key-file, or --api-insecure", services[0])
+		}
+		if tls.ServerName == "" {
+			tls.ServerName = services[0].key.Name + "." + services[0].key.Namespace + ".svc"
+		}
+		opts.Discover = services[0].discover(string(f.kubeconfig))
 	}
 	return opts, nil
 }

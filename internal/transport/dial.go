@@ -23,6 +23,7 @@ import (
 // describes them.
 type DialOptions struct {
 	Addresses              []string
+	Discover               func(context.Context) ([]string, error)
 	TLS                    *TLS
 	Insecure               bool
 	MinBackoff, MaxBackoff time.Duration
@@ -37,7 +38,7 @@ type Dialer struct {
 
 // NewDialer returns a dialer. It does not connect.
 func NewDialer(opts DialOptions) (*Dialer, error) {
-	if len(opts.Addresses) == 0 {
+	if len(opts.Addresses) == 0 && opts.Discover == nil {
 		opts.Addresses = []string{DefaultAddress}
 	}
 	if opts.MinBackoff <= 0 {
@@ -48,18 +49,25 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 	}
 	d := &Dialer{opts: opts}
 	for _, s := range opts.Addresses {
-		a, err := ParseAddress(s)
+		a, err := d.parse(s)
 		if err != nil {
 			return nil, err
-		}
-		if opts.TLS == nil && !opts.Insecure {
-			if err := a.checkPlaintext(); err != nil {
-				return nil, fmt.Errorf("%w (flags --api-tls-ca-file, --api-tls-cert-file and --api-tls-key-file, or --api-insecure)", err)
-			}
 		}
 		d.addresses = append(d.addresses, a)
 	}
 	return d, nil
+}
+
+// parse parses an address, and returns an error if a connection to it would be insecure.
+func (d *Dialer) parse(s string) (Address, error) {
+	a, err := ParseAddress(s)
+	if err != nil || d.opts.TLS != nil || d.opts.Insecure {
+		return a, err
+	}
+	if err := a.checkPlaintext(); err != nil {
+		return a, fmt.Errorf("%w (flags --api-tls-ca-file, --api-tls-cert-file and --api-tls-key-file, or --api-insecure)", err)
+	}
+	return a, nil
 }
 
 // firstMessage is the time limit for each message of a server's first answer. A server
@@ -77,8 +85,9 @@ var (
 //
 // useConn must call heard after each message. The argument complete says whether the
 // message ends an answer. The argument stale says whether the server has lost its own
-// source. A complete answer resets the backoff. If heard returns an error, useConn has to
-// drop the answer and return that error.
+// source. If heard returns an error, useConn has to drop the answer and return that error.
+// The backoff is reset when a connection with a complete answer has lasted for MaxBackoff.
+// So a server that answers and then closes the connection causes few connections.
 //
 // If a server's first answer takes too long, Stay tries the next address. With a single
 // address and without FailFast, Stay waits without a time limit. If a server is stale,
@@ -92,22 +101,34 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 			return err
 		}
 	}
-	n := len(d.addresses)
+	l := d.newList()
 	failures := 0 // failed visits in a row; the end of a good visit counts as a failed visit
-	for i := rand.N(n); ; i++ {
-		address := d.addresses[i%n]
-		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))
+	rounds := 0   // rounds in a row in which all visits failed or were short
+	for {
+		listErr := l.refresh(ctx)
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		n := len(l.addresses)
+		if listErr != nil {
+			if n == 0 && d.opts.FailFast {
+				return listErr
+			}
+			log.Error(listErr, "Cannot read the whole list of servers", "known", n)
+		}
+		if n == 0 {
+			rounds++
+			if err := pause(ctx, d.backoff(rounds)); err != nil {
+				return err
+			}
+			continue
+		}
+		address, began := l.take(), time.Now()
 		v := &visit{patience: firstMessage, others: n - 1, untried: n - 1 - failures}
-		if n == 1 && !d.opts.FailFast {
+		if n == 1 && d.opts.Discover == nil && !d.opts.FailFast {
 			v.patience = math.MaxInt64 // wait without a limit: there is no other address
 		}
-		v.silent = time.AfterFunc(v.patience, func() { end(errSilent) })
-		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error { return useConn(running, conn, v.heard) })
-		v.silent.Stop()
-		if running.Err() != nil {
-			err = context.Cause(running)
-		}
-		end(nil)
+		err := d.visit(klog.NewContext(ctx, log.WithValues("server", address.String())), address, files, v, useConn)
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
@@ -115,24 +136,50 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 			failures = 0
 		}
 		failures++
-		if d.opts.FailFast && (v.good || failures == n) {
+		if d.opts.FailFast && (v.good || failures >= n) {
 			return fmt.Errorf("server %s: %w", address, err)
 		}
 		wait := time.Duration(0)
-		if v.good || failures%n == 0 {
-			wait = d.backoff(failures / n)
+		if v.good && time.Since(began) >= d.opts.MaxBackoff {
+			rounds = 0
+			wait = d.backoff(rounds)
+		} else if v.good || failures%n == 0 {
+			rounds++
+			wait = d.backoff(rounds)
+			l.outdated = true
 		}
 		if v.good {
 			log.Info("Lost connection to server; reconnecting", "server", address.String(), "cause", err, "wait", wait)
 		} else {
 			log.Error(err, "Cannot use server; retrying", "server", address.String(), "failures", failures, "wait", wait)
 		}
-		select {
-		case <-time.After(wait):
-		case <-ctx.Done():
-			return context.Cause(ctx)
+		if err := pause(ctx, wait); err != nil {
+			return err
 		}
 	}
+}
+
+// pause waits. If ctx ends before, it returns the cause.
+func pause(ctx context.Context, wait time.Duration) error {
+	select {
+	case <-time.After(wait):
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// visit connects to a server and calls useConn. It returns why the visit has ended.
+func (d *Dialer) visit(ctx context.Context, address Address, files *certFiles, v *visit, useConn func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
+	running, end := context.WithCancelCause(ctx)
+	defer end(nil)
+	v.silent = time.AfterFunc(v.patience, func() { end(errSilent) })
+	defer v.silent.Stop()
+	err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error { return useConn(running, conn, v.heard) })
+	if running.Err() != nil {
+		return context.Cause(running)
+	}
+	return err
 }
 
 // visit is one call of useConn.

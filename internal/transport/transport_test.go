@@ -229,10 +229,10 @@ func TestReconnect(t *testing.T) {
 		err = d.Stay(ctx, func(_ context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 			n := len(tried)
 			waited := time.Since(last)
-			last = time.Now()
+			defer func() { last = time.Now() }()
 			tried = append(tried, port(conn))
 			// The dialer waits after every two failed tries, and after a good try. The fifth try
-			// is good, so later waits are short again.
+			// is good and lasts, so later waits are short again.
 			most := [...]time.Duration{0, 0, 1, 0, 2, 1, 1, 0, 2, 0}[n] * time.Second
 			if waited > most+1 {
 				t.Errorf("try %d came after %s, want at most %s", n, waited, most)
@@ -240,6 +240,7 @@ func TestReconnect(t *testing.T) {
 			switch n {
 			case 4:
 				heard(true, false)
+				time.Sleep(4 * time.Second)
 			case 9:
 				cancel(ended)
 			}
@@ -276,6 +277,132 @@ func TestClientsSpreadOverServers(t *testing.T) {
 	}
 	if len(first) != 3 {
 		t.Errorf("200 clients started at %v", first)
+	}
+}
+
+// A server answers and then closes each connection.
+func TestServerThatClosesConnectionsCausesBackoff(t *testing.T) {
+	for _, discover := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			lists := 0
+			opts := transport.DialOptions{Addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}}
+			if discover {
+				found := opts.Addresses
+				opts.Addresses, opts.Discover = nil, func(context.Context) ([]string, error) { lists++; return found, nil }
+			}
+			d, err := transport.NewDialer(opts)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+			defer cancel()
+			tries := 0
+			d.Stay(ctx, func(_ context.Context, _ *grpc.ClientConn, heard func(complete, stale bool) error) error {
+				tries++
+				return heard(true, false)
+			})
+			// The mean wait is 7.5 s.
+			if tries < 300 || tries > 700 || discover != (lists >= 300) || lists > 700 {
+				t.Errorf("%d tries and %d lists in an hour", tries, lists)
+			}
+		})
+	}
+}
+
+// Servers come and go, and the list is not always readable.
+func TestServersAreFound(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var (
+			found     []string
+			failed    error
+			lists     int
+			alive     = map[string]bool{}
+			connected = map[string]int{}
+			at        string
+		)
+		d, err := transport.NewDialer(transport.DialOptions{Discover: func(context.Context) ([]string, error) {
+			lists++
+			return slices.Clone(found), failed
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error)
+		lose := make(chan struct{})
+		go func() {
+			ended <- d.Stay(ctx, func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
+				at = port(conn)
+				connected[at]++
+				if !alive[at] {
+					return errors.New("dead")
+				}
+				heard(true, false)
+				select {
+				case <-ctx.Done():
+				case <-lose:
+				}
+				return errors.New("lost")
+			})
+		}()
+		after := func(wait time.Duration, want string) {
+			t.Helper()
+			time.Sleep(wait)
+			synctest.Wait()
+			if at != want {
+				t.Errorf("connected to %q, want %q", at, want)
+			}
+		}
+		after(time.Minute, "")
+		failed = errors.New("the API server is down")
+		after(time.Minute, "")
+		found, failed, alive["1"] = []string{"127.0.0.1:1", "192.0.2.1:1", "nonsense"}, nil, true // 192.0.2.1 would need TLS
+		after(time.Minute, "1")
+		before := lists
+		after(time.Hour, "1")
+		if lists != before {
+			t.Errorf("%d lists while connected", lists-before)
+		}
+		// The server dies while the list is not readable. The client keeps the list.
+		failed, alive["1"] = errors.New("the API server is down"), false
+		lose <- struct{}{}
+		time.Sleep(time.Minute)
+		alive["1"] = true
+		after(time.Minute, "1")
+		// Another server replaces the first one.
+		found, failed, alive = []string{"127.0.0.1:2"}, nil, map[string]bool{"2": true}
+		lose <- struct{}{}
+		after(time.Minute, "2")
+		// There are more servers. A client with an old list finds them when it reconnects.
+		found, alive["3"] = []string{"127.0.0.1:2", "127.0.0.1:3"}, true
+		clear(connected)
+		for range 100 {
+			time.Sleep(30 * time.Minute)
+			lose <- struct{}{}
+		}
+		time.Sleep(time.Minute)
+		if connected["2"] < 20 || connected["3"] < 20 {
+			t.Errorf("reconnected to %v", connected)
+		}
+		cancel()
+		if err := <-ended; !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	})
+}
+
+func TestFailFastReturnsErrorOfList(t *testing.T) {
+	want := errors.New("forbidden")
+	d, err := transport.NewDialer(transport.DialOptions{FailFast: true, Discover: func(context.Context) ([]string, error) { return nil, want }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = d.Stay(t.Context(), func(context.Context, *grpc.ClientConn, func(complete, stale bool) error) error {
+		t.Error("connected")
+		return nil
+	})
+	if !errors.Is(err, want) {
+		t.Errorf("error %v", err)
 	}
 }
 

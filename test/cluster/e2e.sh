@@ -20,7 +20,7 @@ require_cluster
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 focus=${FOCUS:-'\[sig-network\] (Services|LoadBalancers|Service CIDRs|ServiceCIDR and IPAddress API|Service endpoints latency|Networking (Granular Checks|should check)|EndpointSlice|Endpoints|Conntrack|KubeProxy|HostPort|Traffic Distribution|Topology Hints|Proxy|DNS|API Server|Ingress(Class)? API|\[Feature:IPv6DualStack\])'}
 labels=${LABELS:-'(Feature: isSubsetOf {IPv6DualStack, LoadBalancer}) && !Disruptive'}
-# docs/cluster.md explains why these tests are omitted.
+# docs/operate/cluster.md explains why these tests are omitted.
 skip=${SKIP:-'SCTPConnectivity|DNS configMap|should only target nodes with endpoints'}
 clean() { local list; list=$(kubectl get namespaces -o name) && ! grep -qvE '/(default|kube-.*)$' <<<"$list"; }
 wait_for 180 "namespaces of the last run" clean

@@ -27,7 +27,7 @@ import (
 var mode = flag.String("kube-proxy-mode", "iptables", "the mode of kube-proxy in TestMigrating")
 
 // TestMigrating makes kube-proxy with kubeadm, and runs the commands for clusters of kubeadm
-// in docs/migrating.md under traffic. No request may fail or take longer than a second.
+// in docs/operate/migrate.md under traffic. No request may fail or take longer than a second.
 // After each block of commands, each node has one proxy and nothing of the other.
 func TestMigrating(t *testing.T) {
 	blocks, err := deploy.KubeadmBlocks()

@@ -15,10 +15,10 @@ type Block struct {
 	Commands string
 }
 
-// KubeadmBlocks returns the commands with which docs/migrating.md moves a cluster of
+// KubeadmBlocks returns the commands with which docs/operate/migrate.md moves a cluster of
 // kubeadm to kpng and back, in their order.
 func KubeadmBlocks() ([]Block, error) {
-	page, err := os.ReadFile("../../docs/migrating.md")
+	page, err := os.ReadFile("../../docs/operate/migrate.md")
 	if err != nil {
 		return nil, err
 	}
@@ -41,7 +41,7 @@ func KubeadmBlocks() ([]Block, error) {
 		}
 	}
 	if len(blocks) < 8 {
-		return nil, fmt.Errorf("docs/migrating.md has %d blocks of commands for clusters of kubeadm", len(blocks))
+		return nil, fmt.Errorf("docs/operate/migrate.md has %d blocks of commands for clusters of kubeadm", len(blocks))
 	}
 	return blocks, nil
 }

@@ -20,7 +20,7 @@ import (
 )
 
 // TestMigrationKeepsOneProxyOnEachNode runs the commands for clusters of kubeadm in
-// docs/migrating.md, in their order. In place of kubectl and helm, it runs scripts that
+// docs/operate/migrate.md, in their order. In place of kubectl and helm, it runs scripts that
 // record the arguments. The test follows what they do to DaemonSets and labels of nodes.
 // After each command, each node has exactly one proxy, and a cleanup runs only on nodes with
 // the other proxy. In the end, everything is as before.

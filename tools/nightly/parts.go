@@ -196,7 +196,7 @@ CGO_ENABLED=0 go build -C test -o "$kernel/kernel" ./kernel
 // cluster, with kube-proxy, kpng's backends, and the agent of examples/cni.
 func clusterParts() []part {
 	parts := []part{{
-		Name: "cluster-smoke", About: "18 of [Kubernetes' own tests](../cluster.md#kubernetes-own-tests) with kpng", Limit: 40 * time.Minute,
+		Name: "cluster-smoke", About: "18 of [Kubernetes' own tests](../operate/cluster.md#kubernetes-own-tests) with kpng", Limit: 40 * time.Minute,
 		Command: `trap 'hack/cluster down' EXIT
 hack/cluster up
 hack/cluster smoke /tmp/kpng-nightly/e2e-smoke`,
@@ -210,7 +210,7 @@ hack/cluster smoke /tmp/kpng-nightly/e2e-smoke`,
 		}
 		parts = append(parts, part{
 			Name: "cluster-" + proxy.name, Long: true, Limit: 2 * time.Hour,
-			About: "[Kubernetes' own tests](../cluster.md#kubernetes-own-tests), `TestChurn` and `TestAllIP` with " + proxy.name,
+			About: "[Kubernetes' own tests](../operate/cluster.md#kubernetes-own-tests), `TestChurn` and `TestAllIP` with " + proxy.name,
 			Command: fmt.Sprintf(`trap 'hack/cluster down' EXIT
 hack/cluster up %[1]s
 failed=
@@ -223,7 +223,7 @@ FOCUS='Topology Hints|Traffic Distribution' hack/cluster e2e /tmp/kpng-nightly/e
 		})
 	}
 	return append(parts, part{
-		Name: "cluster-upgrades", Long: true, Limit: time.Hour, About: "`TestUpgrades` of a [whole cluster](../cluster.md#kpngs-own-tests)",
+		Name: "cluster-upgrades", Long: true, Limit: time.Hour, About: "`TestUpgrades` of a [whole cluster](../operate/cluster.md#kpngs-own-tests)",
 		Command: `trap 'hack/cluster down' EXIT
 hack/cluster up
 hack/cluster test -test.v -test.run Upgrades`,

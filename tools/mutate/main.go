@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Mutate tests the tests of packages. It makes small faults in their code, and runs the tests
+// with each one. A fault that no test finds is a survivor. A new test must find it, or
+// equivalent.txt must say why the mutant behaves as the original code does.
+//
+// Usage, in the root of the repository:
+//
+//	go run -C tools ./mutate [-skip tests] [-only pattern] ./package... [-- flags of the tests]
+//
+// Mutants are: an equality or a condition negated, < instead of <= and the like, an operand
+// of && or || that has no effect, + instead of -, a statement removed that assigns or calls,
+// and a returned value replaced by zero (a bool by its opposite, zero by one). Calls for the
+// log and for locks are not removed.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/tools/go/packages"
+)
+
+func main() {
+	log.SetFlags(0)
+	root := flag.String("root", "..", "the `folder` of the repository")
+	skip := flag.String("skip", "", "a `pattern` of tests not to run")
+	only := flag.String("only", "", "a `pattern` of file:line; only these mutants run")
+	jobs := flag.Int("jobs", runtime.GOMAXPROCS(0), "how many mutants run at a time")
+	flag.Parse()
+	patterns, arguments := flag.Args(), []string(nil)
+	if i := slices.Index(patterns, "--"); i >= 0 {
+		patterns, arguments = patterns[:i], patterns[i+1:]
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, os.Stdout, options{*root, *skip, *only, *jobs, arguments}, patterns); err != nil {
+		log.Fatal(err)
+	}
+}
+
+type options struct {
+	root, skip, only string
+	jobs             int
+	arguments        []string
+}
+
+func run(ctx context.Context, out io.Writer, opts options, patterns []string) error {
+	root, err := filepath.Abs(opts.root)
+	if err != nil {
+		return err
+	}
+	opts.root = root
+	only, err := regexp.Compile(opts.only)
+	if err != nil {
+		return err
+	}
+	equivalent, err := readEquivalent(filepath.Join(root, "tools/mutate/equivalent.txt"))
+	if err != nil {
+		return err
+	}
+	pkgs, err := packages.Load(&packages.Config{
+		Context: ctx, Dir: root,
+		Mode: packages.NeedName | packages.NeedFiles | packages.NeedCompiledGoFiles | packages.NeedImports | packages.NeedTypes | packages.NeedSyntax | packages.NeedTypesInfo,
+	}, patterns...)
+	if err != nil {
+		return err
+	}
+	if packages.PrintErrors(pkgs) > 0 {
+		return errors.New("the packages have errors")
+	}
+	var errs []error
+	for _, pkg := range pkgs {
+		if err := runPackage(ctx, out, opts, pkg, only, equivalent); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", pkg.PkgPath, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// runPackage runs the tests of a package with each of its mutants.
+func runPackage(ctx context.Context, out io.Writer, opts options, pkg *packages.Package, only *regexp.Regexp, equivalent map[key]string) error {
+	dir, err := os.MkdirTemp("", "mutate-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	mutants, err := compile(ctx, pkg, dir)
+	if err != nil {
+		return err
+	}
+	tests := tests{binary: filepath.Join(dir, "tests"), dir: filepath.Dir(pkg.GoFiles[0])}
+	tests.arguments = append([]string{"-test.short", "-test.failfast", "-test.skip", opts.skip}, opts.arguments...)
+	tests.limit = 5 * time.Minute
+	begin := time.Now()
+	if found, output := tests.find(ctx, 0); found != "" {
+		return fmt.Errorf("the tests fail without a mutant (%s):\n%s", found, output)
+	}
+	// A mutant that makes the tests much slower counts as found.
+	tests.limit = max(10*time.Second, 8*time.Since(begin))
+
+	known := map[key]bool{}
+	var survivors, wrong []string
+	counts := map[string]int{"generated": len(mutants)}
+	var mu sync.Mutex
+	var wait sync.WaitGroup
+	slots := make(chan struct{}, opts.jobs)
+	for i, m := range mutants {
+		known[m.key] = true
+		name, err := filepath.Rel(opts.root, m.pos.Filename)
+		if err != nil {
+			return err
+		}
+		place := fmt.Sprintf("%s:%d", name, m.pos.Line)
+		if !only.MatchString(place) {
+			counts["not-run"]++
+			continue
+		}
+		slots <- struct{}{}
+		wait.Go(func() {
+			defer func() { <-slots }()
+			found, _ := tests.find(ctx, i+1)
+			mu.Lock()
+			defer mu.Unlock()
+			reason, listed := equivalent[m.key]
+			text := fmt.Sprintf("%s: %s\n\t%s\n\t%s\n", place, m.key.function, m.key.line, m.key.change)
+			switch {
+			case ctx.Err() != nil:
+				counts["not-run"]++
+			case found == "" && listed:
+				counts["equivalent"]++
+			case found == "":
+				counts["survived"]++
+				survivors = append(survivors, text)
+				fmt.Fprintf(out, "survived: %s", text)
+			default:
+				counts["killed"]++
+				counts[found]++
+				if listed {
+					wrong = append(wrong, fmt.Sprintf("%s\t%s\n", text, reason))
+				}
+			}
+		})
+	}
+	wait.Wait()
+	// The results of nightly runs contain these lines; see tools/nightly.
+	for _, unit := range []string{"generated", "killed", "time-limit", "equivalent", "survived", "not-run"} {
+		fmt.Fprintf(out, "=== ATTR  %s %s %d\n", pkg.Name, unit, counts[unit])
+	}
+	for k := range equivalent {
+		if name, _, _ := strings.Cut(k.function, "."); name == pkg.Name && !known[k] {
+			wrong = append(wrong, fmt.Sprintf("no mutant: %s\n\t%s\n\t%s\n", k.function, k.line, k.change))
+		}
+	}
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case len(wrong) > 0:
+		return fmt.Errorf("equivalent.txt is wrong about mutants:\n%s", strings.Join(wrong, ""))
+	case len(survivors) > 0:
+		return fmt.Errorf("%d mutants survived", len(survivors))
+	}
+	return nil
+}
+
+// compile compiles the tests of a package with all mutants into the file dir/tests.
+func compile(ctx context.Context, pkg *packages.Package, dir string) ([]mutant, error) {
+	m := mutator{pkg: pkg}
+	replace := map[string]string{}
+	add := func(path string, text []byte) error {
+		replace[path] = filepath.Join(dir, strconv.Itoa(len(replace))+".go")
+		return os.WriteFile(replace[path], text, 0o600)
+	}
+	for i, file := range pkg.Syntax {
+		text, err := os.ReadFile(pkg.CompiledGoFiles[i])
+		if err != nil {
+			return nil, err
+		}
+		if err := add(pkg.CompiledGoFiles[i], m.mutate(file, text)); err != nil {
+			return nil, err
+		}
+	}
+	folder := filepath.Dir(pkg.GoFiles[0])
+	if err := add(filepath.Join(folder, "mutant.go"), fmt.Appendf(nil, support, pkg.Name)); err != nil {
+		return nil, err
+	}
+	overlay, err := json.Marshal(map[string]any{"Replace": replace})
+	if err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600); err != nil {
+		return nil, err
+	}
+	cmd := exec.CommandContext(ctx, "go", "test", "-p", "1", "-vet=off", "-c", "-o", filepath.Join(dir, "tests"), "-overlay", filepath.Join(dir, "overlay.json"), ".")
+	cmd.Dir = folder
+	if output, err := cmd.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("compile the mutants: %w\n%s", err, output)
+	}
+	return m.mutants, nil
+}
+
+// tests are the compiled tests of a package.
+type tests struct {
+	binary, dir string
+	arguments   []string
+	limit       time.Duration
+}
+
+// find runs the tests with a mutant. It returns how they find it, or "" if they pass.
+func (t tests) find(ctx context.Context, mutant int) (found string, output []byte) {
+	limited, cancel := context.WithTimeout(ctx, t.limit)
+	defer cancel()
+	// The limit of memory stops a mutant that appends without end.
+	cmd := exec.CommandContext(limited, "sh", append([]string{"-c", `ulimit -v 8000000; exec "$0" "$@"`, t.binary}, t.arguments...)...)
+	cmd.Dir = t.dir
+	cmd.Env = append(os.Environ(), variable+"="+strconv.Itoa(mutant))
+	output, err := cmd.CombinedOutput()
+	switch {
+	case err == nil:
+		return "", nil
+	case limited.Err() != nil:
+		return "time-limit", output
+	default:
+		return "failure", output
+	}
+}
+
+// readEquivalent reads the list of mutants that behave as the original code, with the reasons.
+// The list has paragraphs of four lines or more: function, line of code, change, and the reason.
+func readEquivalent(path string) (map[key]string, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	all := map[key]string{}
+	for paragraph := range strings.SplitSeq(string(text), "\n\n") {
+		paragraph = strings.TrimSpace(paragraph)
+		if paragraph == "" || strings.HasPrefix(paragraph, "#") {
+			continue
+		}
+		lines := strings.Split(paragraph, "\n")
+		if len(lines) < 4 {
+			return nil, fmt.Errorf("%s: a paragraph has fewer than four lines: %s", path, paragraph)
+		}
+		for i := range lines {
+			lines[i] = strings.TrimSpace(lines[i])
+		}
+		k := key{lines[0], lines[1], lines[2]}
+		if all[k] != "" {
+			return nil, fmt.Errorf("%s: listed twice: %s", path, paragraph)
+		}
+		all[k] = strings.Join(lines[3:], " ")
+	}
+	return all, nil
+}

@@ -201,3 +201,28 @@ func TestAddressesOfFrontends(t *testing.T) {
 		}
 	}
 }
+
+// TestEndpointsStop checks that a loop over endpoints can end after each one.
+func TestEndpointsStop(t *testing.T) {
+	view := View(&api.ServiceState{
+		Service: service(externalLocal, externalIPs("192.0.2.1"), ports("http=80")),
+		Slices: endpointSlices(`slice a http=8080
+			10.0.0.1 ready @here
+			10.0.0.2 ready @here
+			slice b http=9090
+			10.0.0.1 ready @here
+			10.0.0.3 ready @here`),
+	}, thisNode)
+	existing := slices.Collect(Frontends(view))[0].Existing
+	stop := func(name string, count int, each func(func() bool)) {
+		for n := range count {
+			calls := 0
+			each(func() bool { calls++; return calls <= n })
+			if calls != n+1 {
+				t.Errorf("%s: %d calls, want %d", name, calls, n+1)
+			}
+		}
+	}
+	stop("Existing", 4, func(next func() bool) { existing.All()(func(Target) bool { return next() }) })
+	stop("Hairpins", 4, func(next func() bool) { Hairpins(view)(func(api.Protocol, Target) bool { return next() }) })
+}

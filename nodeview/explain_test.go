@@ -3,7 +3,9 @@
 package nodeview
 
 import (
+	"encoding/json"
 	"flag"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -103,5 +105,115 @@ func TestExplain(t *testing.T) {
 				t.Errorf("explanation differs from %s; go test -run TestExplain -update writes it (-want +got):\n%s", golden, diff)
 			}
 		})
+	}
+}
+
+// TestExplainsTheListsOfDuplicates checks which EndpointSlice is named as preferred, and that
+// the lists for short-circuited traffic are explained although the others are equal.
+func TestExplainsTheListsOfDuplicates(t *testing.T) {
+	e := Explain(&api.ServiceState{
+		Service: service(internalLocal, externalLocal, externalIPs("192.0.2.1"), ports("http=80")),
+		Slices: endpointSlices(`slice other http=9090
+			10.0.0.1 ready @there
+			10.0.0.2 ready @there
+			slice a http=8080
+			10.0.0.2 ready @there
+			slice web http=9090
+			10.0.0.2 ready @there`),
+	}, thisNode)
+	for _, want := range []string{
+		"10.0.0.2:9090 of slice web on there\n    every list     out  another entry with its address and port is preferred: that of slice other\n",
+		"10.0.0.1:9090 of slice other on there\n    internal       out  not on this node\n    external       out  not on this node\n    short circuit  in   ready\n",
+	} {
+		if !strings.Contains(e.String(), want) {
+			t.Errorf("the explanation lacks %q:\n%s", want, e)
+		}
+	}
+}
+
+func TestExplainsWhyHintsAreIgnored(t *testing.T) {
+	for _, c := range []struct{ name, endpoints, want string }{
+		{"no hints", "10.0.0.1 ready\n10.0.0.2 ready", "topology: no hints; all ready endpoints"},
+		{"only one has a hint", "10.0.0.1 ready zones=zone-1\n10.0.0.2 ready", "topology: hints ignored (not on every ready endpoint)"},
+		{"hints of different kinds", "10.0.0.1 ready zones=zone-1\n10.0.0.2 ready nodes=there", "topology: hints ignored (not on every ready endpoint)"},
+		{"all hints are for other zones", "10.0.0.1 ready zones=zone-2\n10.0.0.2 ready zones=zone-3", "topology: hints ignored (none for this node or zone)"},
+		{"all hints are for other nodes", "10.0.0.1 ready nodes=there\n10.0.0.2 ready nodes=there", "topology: hints ignored (none for this node or zone)"},
+		{"not ready", "10.0.0.1", "no endpoint is usable anywhere"},
+		{"an endpoint is for another node", "10.0.0.1 ready nodes=here\n10.0.0.2 ready nodes=there", "every list     out  hinted for other nodes"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			e := Explain(&api.ServiceState{Service: service(), Slices: endpointSlices("slice a\n" + c.endpoints)}, thisNode)
+			if !strings.Contains(e.String(), c.want) {
+				t.Errorf("the explanation lacks %q:\n%s", c.want, e)
+			}
+			text, err := json.Marshal(e)
+			if topology, ok := strings.CutPrefix(c.want, "topology: "); err != nil || ok && !strings.Contains(string(text), `"Topology":"`+topology) {
+				t.Errorf("the JSON form lacks %q: %s, error %v", topology, text, err)
+			}
+		})
+	}
+	e := Explain(weighed(service(), 1, -1), thisNode)
+	if want := "every list     out  its weight is zero"; !strings.Contains(e.String(), want) {
+		t.Errorf("the explanation lacks %q:\n%s", want, e)
+	}
+	if e := Explain(&api.ServiceState{}, nil); e.absent != "service not found or not selected" {
+		t.Errorf("without a service and slices: %s", e)
+	}
+}
+
+func TestNarrow(t *testing.T) {
+	e := func() *Explanation {
+		return Explain(&api.ServiceState{
+			Service: service(dualStack, ports("http=80", "https=443"), externalIPs("192.0.2.1"), func(s *api.Service) { s.IPs.LoadBalancerIPs = ips("2001:db8::9") }),
+			Slices:  endpointSlices("slice a http=1 https=2\n10.0.0.1 ready\nslice b http=1 https=2\nfd00::a ready"),
+			Lost:    []api.LostClaim{{Claim: api.Claim{IP: netip.MustParseAddr("192.0.2.1"), Protocol: api.TCP, Port: 80}}},
+		}, thisNode)
+	}
+	for _, c := range []struct {
+		name string
+		keep func(FrontendKey) bool
+		want string
+	}{
+		{"one served frontend", func(k FrontendKey) bool { return k.String() == "ClusterIP [fd00::1]:443/TCP" }, "ClusterIP [fd00::1]:443/TCP; lists 443 IPv6"},
+		{"one frontend that is not served", func(k FrontendKey) bool { return k.String() == "ExternalIP 192.0.2.1:80/TCP" }, "not ExternalIP 192.0.2.1:80/TCP; lists"},
+		{"both", func(k FrontendKey) bool {
+			return k.Kind == ExternalIP && k.Port == 80 || k.Kind == ExternalIP && k.Port == 443
+		}, "ExternalIP 192.0.2.1:443/TCP not ExternalIP 192.0.2.1:80/TCP; lists 443 IPv4"},
+		{"nothing", func(FrontendKey) bool { return false }, "; lists"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			e := e()
+			left := e.Narrow(c.keep)
+			var got []string
+			for _, f := range e.Frontends {
+				got = append(got, f.FrontendKey.String())
+			}
+			for _, u := range e.unserved {
+				got = append(got, "not "+u.FrontendKey.String())
+			}
+			if left != (len(got) > 0) {
+				t.Errorf("Narrow returned %t", left)
+			}
+			text := strings.Join(got, " ") + "; lists"
+			for _, l := range e.lists {
+				text += fmt.Sprintf(" %d %s", l.Port.Port, l.Family)
+			}
+			if diff := cmp.Diff(c.want, text); diff != "" {
+				t.Errorf("frontends and lists (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestUnknownConstantsHaveTexts(t *testing.T) {
+	for want, got := range map[string]fmt.Stringer{
+		"nodeview.reason(0)": reason(0), "nodeview.reason(15)": reason(15), "nodeview.Verdict(3)": Verdict(3), "ready": inReady,
+	} {
+		if got.String() != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+	if reason(0).In() || !inTerminating.In() || outNotReady.In() {
+		t.Error("In is wrong")
 	}
 }

@@ -223,7 +223,7 @@ func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 				continue
 			}
 			// Lists of lost claims are prepared, too, so that no ListID depends on other services.
-			if lists.family == 0 || lists.port != s.ServicePort || lists.family != s.Family {
+			if lists.port != s.ServicePort || lists.family != s.Family {
 				lists.prepare(s.ServicePort, s.Family)
 			}
 			if s.Fault == 0 && !yield(frontend(s, lists)) {

@@ -95,6 +95,23 @@ func TestFrontends(t *testing.T) {
 			ClusterIP [fd00::1]:80/TCP: [fd00::a]:8080; [fd00::a]:8080
 			NodePort IPv6:30080/TCP: [fd00::a]:8080; [fd00::a]:8080`,
 	}, {
+		name:    "a port has another number in another EndpointSlice",
+		service: service(ports("http=80")),
+		slices: `slice a http=8080
+			10.0.0.1 ready
+			10.0.0.3 ready
+			slice b http=9090
+			10.0.0.2 ready
+			10.0.0.4 ready`,
+		want: "ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080 10.0.0.2:9090 10.0.0.3:8080 10.0.0.4:9090; 10.0.0.1:8080 10.0.0.2:9090 10.0.0.3:8080 10.0.0.4:9090",
+	}, {
+		name:    "an endpoint needs no entry for a port with the number of the target port",
+		service: service(ports("80→8080", "b=81")),
+		slices: `slice a 8080
+			10.0.0.1 ready`,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			ClusterIP 10.96.0.1:81/TCP: Reject; Reject`,
+	}, {
 		name:    "frontends of a family that the service does not have are reported",
 		service: service(externalIPs("2001:db8::1"), func(s *api.Service) { s.IPs.LoadBalancerIPs = ips("2001:db8::2") }),
 		slices:  oneReady,
@@ -301,7 +318,7 @@ func TestShortCircuitSharesTheInternalList(t *testing.T) {
 }
 
 func TestFrontendsStop(t *testing.T) {
-	view := View(&api.ServiceState{Service: service(dualStack, nodePort(30080), externalIPs("192.0.2.1", "2001:db8::1"))}, thisNode)
+	view := View(&api.ServiceState{Service: service(dualStack, ports("http=80", "https=443"), nodePort(30080), externalIPs("192.0.2.1", "2001:db8::1"))}, thisNode)
 	all := slices.Collect(Frontends(view))
 	for n := range all {
 		var got []Frontend

@@ -22,8 +22,8 @@ import (
 // compares the results with another implementation (oracle_test.go).
 func FuzzView(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 2))
-	for range 200 {
-		seed := make([]byte, 40+r.IntN(200))
+	for range 400 {
+		seed := make([]byte, 100+r.IntN(400))
 		for i := range seed {
 			seed[i] = byte(r.Uint32())
 		}
@@ -84,19 +84,23 @@ func (d *dice) state() *api.ServiceState {
 	if len(names) == 1 && d.bool() {
 		names[0] = ""
 	}
-	for _, name := range names[:d.n(len(names)+1)] {
+	count := 1 + d.n(len(names))
+	if d.n(8) == 7 {
+		count = 0
+	}
+	for _, name := range names[:count] {
 		svc.Ports = append(svc.Ports, api.PortMapping{
 			Name:           name,
-			Protocol:       pick(d, api.TCP, api.UDP, api.SCTP, api.UnknownProtocol),
-			Port:           pick[int32](d, 1, 2, 3, 0),
+			Protocol:       pick(d, api.TCP, api.TCP, api.TCP, api.UDP, api.SCTP, api.UnknownProtocol),
+			Port:           pick[int32](d, 1, 2, 3, 1, 2, 3, 0),
 			NodePort:       pick[int32](d, 0, 30001, 30002),
 			TargetPort:     pick[int32](d, 0, 1001, 1002),
 			TargetPortName: pick(d, "", "x"),
 		})
 	}
 	s := &api.ServiceState{Service: svc}
-	for i := range d.n(4) {
-		s.Slices = append(s.Slices, d.slice(fmt.Sprint("web-", i)))
+	for i := range pick(d, 2, 1, 3, 2, 3, 0) {
+		s.Slices = append(s.Slices, d.slice(fmt.Sprint("web-", i), svc))
 	}
 	for range d.n(3) {
 		lost := api.LostClaim{Winner: types.NamespacedName{Name: "older"}}
@@ -111,11 +115,17 @@ func (d *dice) state() *api.ServiceState {
 	return s
 }
 
-func (d *dice) slice(name string) *api.EndpointSlice {
+// slice chooses an EndpointSlice, which has most of the ports of svc, and other ports.
+func (d *dice) slice(name string, svc *api.Service) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "default", Name: name, ServiceName: "web", Family: pick(d, api.IPv4, api.IPv4, api.IPv6),
 	}
-	for range d.n(4) {
+	for _, p := range svc.Ports {
+		if d.n(4) != 3 {
+			s.Ports = append(s.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: pick[int32](d, 1001, 1002, 1001, 1002, 0)})
+		}
+	}
+	for range d.n(2) {
 		s.Ports = append(s.Ports, api.EndpointPort{
 			Name:     pick(d, "", "a", "b", "c"),
 			Protocol: pick(d, api.TCP, api.UDP, api.SCTP, api.UnknownProtocol),
@@ -126,7 +136,7 @@ func (d *dice) slice(name string) *api.EndpointSlice {
 	if s.Family == api.IPv6 {
 		pool = []string{"fd00::1", "fd00::2"}
 	}
-	for range d.n(6) {
+	for range 1 + d.n(5) {
 		ep := api.SliceEndpoint{
 			Addr:       netip.MustParseAddr(pick(d, pool...)),
 			Hostname:   pick(d, "", "web-0"),
@@ -193,6 +203,7 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	checkFrontends(t, state, view)
 	checkClasses(t, view)
 	checkExisting(t, state, view, node)
+	checkLists(t, view)
 	if e := Explain(state, node); !e.View.Equal(view) || e.String() == "" {
 		t.Errorf("the view of Explain differs from View")
 	}
@@ -406,6 +417,33 @@ func checkFrontends(t *testing.T, state *api.ServiceState, view *api.View) {
 	for claim, families := range served {
 		for family := range families {
 			t.Errorf("%v is served in %s although the service does not name it", claim, family)
+		}
+	}
+}
+
+// checkLists checks that two lists have the same ListID if and only if they are equal.
+func checkLists(t *testing.T, view *api.View) {
+	t.Helper()
+	ids, texts := map[string]ListID{}, map[ListID]string{}
+	for f := range Frontends(view) {
+		for _, traffic := range []Traffic{f.Elsewhere, f.Node} {
+			if (traffic.List == 0) != (traffic.Verdict != Forward) {
+				t.Errorf("%s: %s has list %d", f.FrontendKey, traffic, traffic.List)
+			}
+			if traffic.List == 0 {
+				continue
+			}
+			text := traffic.String()
+			for _, e := range traffic.Endpoints {
+				text += " " + e.Key()
+			}
+			if id, ok := ids[text]; ok && id != traffic.List {
+				t.Errorf("%s: the list %s has the IDs %d and %d", f.FrontendKey, text, id, traffic.List)
+			}
+			if other, ok := texts[traffic.List]; ok && other != text {
+				t.Errorf("%s: the lists %s and %s have the ID %d", f.FrontendKey, text, other, traffic.List)
+			}
+			ids[text], texts[traffic.List] = traffic.List, text
 		}
 	}
 }

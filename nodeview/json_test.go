@@ -3,6 +3,8 @@
 package nodeview
 
 import (
+	"encoding/json"
+	"errors"
 	"net/netip"
 	"strings"
 	"testing"
@@ -48,8 +50,50 @@ func TestWriteFrontends(t *testing.T) {
 		t.Errorf("lines (-want +got):\n%s", diff)
 	}
 
+	for n := range 3 {
+		if err := WriteFrontends(&fullWriter{n}, node, views); !errors.Is(err, errFull) {
+			t.Errorf("a writer that fails after %d lines: error %v", n, err)
+		}
+	}
+	if err := WriteViews(&fullWriter{1}, views); !errors.Is(err, errFull) {
+		t.Errorf("WriteViews: a writer that fails: error %v", err)
+	}
+
 	out.Reset()
 	if err := WriteFrontends(&out, nil, nil); err != nil || out.String() != "{}\n" {
 		t.Errorf("without a node: wrote %q, error %v", out.String(), err)
+	}
+}
+
+// fullWriter fails after a number of writes.
+type fullWriter struct{ left int }
+
+var errFull = errors.New("full")
+
+func (w *fullWriter) Write(p []byte) (int, error) {
+	if w.left == 0 {
+		return 0, errFull
+	}
+	w.left--
+	return len(p), nil
+}
+
+func TestParametersOfFrontendsInJSON(t *testing.T) {
+	state := weighed(service(func(s *api.Service) { s.Algorithm, s.ResetConnections = api.HashClient, true }), 1, 1, 1)
+	state.Slices[0].Endpoints[1].Conditions = api.Conditions{Serving: true, Terminating: true}
+	state.Slices[0].Endpoints[2].Conditions = api.Conditions{Ready: true, Drain: true}
+	for f := range Frontends(View(state, nil)) {
+		text, err := json.Marshal(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		const want = `,"Algorithm":"HashClient","ResetConnections":true,"Reset":[{"Addr":"10.1.0.2","Port":8080,"Weight":1}]}`
+		if !strings.HasSuffix(string(text), want) {
+			t.Errorf("%s, want the end %s", text, want)
+		}
+	}
+	text, err := json.Marshal(namedFrontend{Fault: lostClaim})
+	if err != nil || !strings.Contains(string(text), `"Fault":"another service owns it"`) {
+		t.Errorf("a lost frontend: %s, error %v", text, err)
 	}
 }

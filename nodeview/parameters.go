@@ -37,7 +37,7 @@ func ParametersOf(view *api.View) Parameters {
 	}
 	return Parameters{
 		Algorithm: svc.Algorithm != api.Random,
-		Weights: len(view.Endpoints) > 0 && slices.ContainsFunc(view.Endpoints, func(e api.Endpoint) bool {
+		Weights: slices.ContainsFunc(view.Endpoints, func(e api.Endpoint) bool {
 			return weight(&e) != weight(&view.Endpoints[0])
 		}),
 		Resets: svc.ResetConnections,

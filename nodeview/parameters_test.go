@@ -119,6 +119,9 @@ func TestParametersAreExplained(t *testing.T) {
 			t.Errorf("the explanation lacks %q:\n%s", text, e)
 		}
 	}
+	if ParametersOf(nil) != (Parameters{}) {
+		t.Error("a deleted service has parameters")
+	}
 	p := ParametersOf(e.View)
 	if got := p.Without(Parameters{Algorithm: true, Resets: true}).String(); got != "weights of endpoints, source ranges of node ports" {
 		t.Errorf("a backend with two parameters ignores %q", got)

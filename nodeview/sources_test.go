@@ -39,7 +39,7 @@ func TestSourceRanges(t *testing.T) {
 		want:    map[string]string{},
 	}, {
 		name:    "ranges apply only to load-balancer IPs, by family, and also to those that are external IPs",
-		service: restricted("10.0.0.0/8", "fd00::/8", "172.16.0.0/12"),
+		service: restricted("172.16.0.0/12", "fd00::/8", "10.0.0.0/8"),
 		want: map[string]string{
 			"LoadBalancerIP 203.0.113.1:80/TCP":   "only 10.0.0.0/8, 172.16.0.0/12",
 			"LoadBalancerIP 203.0.113.2:80/TCP":   "only 10.0.0.0/8, 172.16.0.0/12",
@@ -70,11 +70,15 @@ func TestSourceRanges(t *testing.T) {
 			"LoadBalancerIP 203.0.113.1:80/TCP": "only 10.0.0.0/8, 172.16.0.0/12",
 			"LoadBalancerIP 203.0.113.2:80/TCP": "only 10.0.0.0/8, 172.16.0.0/12",
 		},
+	}, {
+		name:    "a later filter admits all sources",
+		service: service(append(lb[:len(lb):len(lb)], sourceRangesFor("10.0.0.0/8"), sourceRangesFor("0.0.0.0/0"))...),
+		want:    map[string]string{"LoadBalancerIP [2001:db8::1]:80/TCP": "no source of this family"},
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			got := map[string]string{}
 			for f := range Frontends(View(&api.ServiceState{Service: c.service}, thisNode)) {
-				if f.Sources.Restricted {
+				if f.Sources.Restricted || f.Sources.Ranges != nil {
 					got[f.FrontendKey.String()] = f.Sources.String()
 				}
 			}

@@ -3,6 +3,7 @@
 package nodeview
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -321,6 +322,24 @@ func TestClusterList(t *testing.T) {
 			10.0.0.2 ready`,
 		want: `10.0.0.1#http=1,https=2 internal external (443/TCP internal external)
 			10.0.0.2#http=1 internal external (80/TCP internal external)`,
+	}, {
+		name:    "an endpoint may be on the lists of some ports",
+		service: service(ports("c=3", "b=2", "a=1")),
+		slices: `slice a a=1 b=1 c=1
+			10.0.0.1 ready zones=zone-2
+			slice b b=1
+			10.0.0.2 ready zones=zone-1`,
+		want: `10.0.0.1#c=1,b=1,a=1 internal external (3/TCP internal external) (1/TCP internal external)
+			10.0.0.2#b=1 internal external (2/TCP internal external)`,
+	}, {
+		name:    "short-circuited traffic uses an endpoint that serves only the first port",
+		service: service(externalLocal, externalIPs("192.0.2.1"), ports("http=80", "https=443")),
+		slices: `slice a http=1
+			10.0.0.1 ready @there
+			slice b https=1
+			10.0.0.2 ready @there`,
+		want: `10.0.0.1#http=1 internal cluster (80/TCP internal cluster)
+			10.0.0.2#https=1 internal cluster (443/TCP internal cluster)`,
 	}, {
 		name:    "the fallback is decided for each family",
 		service: service(dualStack),
@@ -661,6 +680,59 @@ func TestViewAllocatesOnlyItsResult(t *testing.T) {
 	s := benchState(10)
 	if got := testing.AllocsPerRun(100, func() { View(s, thisNode) }); got > 4 {
 		t.Errorf("View allocated %v times, want 4", got)
+	}
+}
+
+// TestManyEndpoints has more endpoints, ports and lost claims than linear searches and the
+// buffers of View are for.
+func TestManyEndpoints(t *testing.T) {
+	const endpoints, ports = 40, 80
+	state := manyPorts(ports, endpoints)
+	slices.Reverse(state.Service.Ports) // sorting must not depend on their order
+	view := View(state, nil)
+	if len(view.Endpoints) != endpoints || view.Draining != nil {
+		t.Errorf("%d endpoints, draining %v", len(view.Endpoints), view.Draining)
+	}
+	n := 0
+	for f := range Frontends(view) {
+		want := endpoints / 2 // ports with even numbers are in one EndpointSlice
+		if f.ServicePort.Port%2 == 1 {
+			want = endpoints
+		}
+		if n++; len(f.Elsewhere.Endpoints) != want {
+			t.Errorf("%s has %d endpoints, want %d", f.FrontendKey, len(f.Elsewhere.Endpoints), want)
+		}
+		for _, e := range f.Elsewhere.Endpoints {
+			if e.Port != f.ServicePort.Port {
+				t.Errorf("%s has port %d", f.FrontendKey, e.Port)
+			}
+		}
+	}
+	if want := ports/2 + ports; n != want {
+		t.Errorf("%d frontends, want %d", n, want)
+	}
+	lost := describeUnserved(view)
+	if len(lost) != ports/2 || lost[0] != "ClusterIP 10.96.0.1:79/TCP: service /older owns it" {
+		t.Errorf("%d lost frontends, want %d: %s", len(lost), ports/2, lost)
+	}
+	none := View(&api.ServiceState{Service: service(), Slices: endpointSlices("slice a\n10.0.0.1 serving")}, nil)
+	if none.Endpoints != nil || len(none.Draining) != 1 {
+		t.Errorf("endpoints %v, want none; draining %v", none.Endpoints, none.Draining)
+	}
+}
+
+// TestDuplicatesOfDifferentPods checks that the order of two entries for one address does not
+// matter if they differ only in their pods.
+func TestDuplicatesOfDifferentPods(t *testing.T) {
+	state := &api.ServiceState{Service: service(), Slices: endpointSlices("slice a\n10.0.0.1 ready\n10.0.0.1 ready")}
+	for i, name := range []string{"pod-2", "pod-1"} {
+		state.Slices[0].Endpoints[i].Target = &types.NamespacedName{Namespace: "default", Name: name}
+	}
+	for range 2 {
+		if got := View(state, nil).Endpoints[0].Target; got.Name != "pod-1" {
+			t.Errorf("the endpoint is %s, want pod-1", got)
+		}
+		slices.Reverse(state.Slices[0].Endpoints)
 	}
 }
 

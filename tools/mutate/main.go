@@ -2,7 +2,9 @@
 
 // Mutate tests the tests of packages. It makes small faults in their code, and runs the tests
 // with each one. A fault that no test finds is a survivor. A new test must find it, or
-// equivalent.txt must say why the mutant behaves as the original code does.
+// equivalent.txt must say why the mutant behaves as the original code does. It has a paragraph
+// for each such mutant: the three lines that this program prints for it, without file and
+// line number, and the reason.
 //
 // Usage, in the root of the repository:
 //

@@ -226,3 +226,17 @@ func TestEndpointsStop(t *testing.T) {
 	stop("Existing", 4, func(next func() bool) { existing.All()(func(Target) bool { return next() }) })
 	stop("Hairpins", 4, func(next func() bool) { Hairpins(view)(func(api.Protocol, Target) bool { return next() }) })
 }
+
+func TestHairpinsOfOnlyTheLocalList(t *testing.T) {
+	view := View(&api.ServiceState{
+		Service: service(externalLocal, externalIPs("192.0.2.1")),
+		Slices:  endpointSlices("slice a\n10.0.0.1 ready @here zones=zone-2\n10.0.0.2 ready @there zones=zone-1"),
+	}, thisNode)
+	var got []string
+	for protocol, e := range Hairpins(view) {
+		got = append(got, protocol.String()+" "+e.AddrPort().String())
+	}
+	if diff := cmp.Diff([]string{"TCP 10.0.0.1:8080"}, got); diff != "" {
+		t.Errorf("hairpins (-want +got):\n%s", diff)
+	}
+}

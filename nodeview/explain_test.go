@@ -113,8 +113,9 @@ func TestExplain(t *testing.T) {
 func TestExplainsTheListsOfDuplicates(t *testing.T) {
 	e := Explain(&api.ServiceState{
 		Service: service(internalLocal, externalLocal, externalIPs("192.0.2.1"), ports("http=80")),
-		Slices: endpointSlices(`slice other http=9090
+		Slices: endpointSlices(`slice first http=9090
 			10.0.0.1 ready @there
+			slice other http=9090
 			10.0.0.2 ready @there
 			slice a http=8080
 			10.0.0.2 ready @there
@@ -123,7 +124,7 @@ func TestExplainsTheListsOfDuplicates(t *testing.T) {
 	}, thisNode)
 	for _, want := range []string{
 		"10.0.0.2:9090 of slice web on there\n    every list     out  another entry with its address and port is preferred: that of slice other\n",
-		"10.0.0.1:9090 of slice other on there\n    internal       out  not on this node\n    external       out  not on this node\n    short circuit  in   ready\n",
+		"10.0.0.1:9090 of slice first on there\n    internal       out  not on this node\n    external       out  not on this node\n    short circuit  in   ready\n",
 	} {
 		if !strings.Contains(e.String(), want) {
 			t.Errorf("the explanation lacks %q:\n%s", want, e)

@@ -67,3 +67,21 @@ func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
 		t.Errorf("with an empty Local list: groups of frontends %v", none.of)
 	}
 }
+
+// TestListIDsNeverChange checks that all versions of kpng use the same ListIDs.
+func TestListIDsNeverChange(t *testing.T) {
+	port := &api.PortMapping{Protocol: api.UDP, Port: 53}
+	for _, c := range []struct {
+		port   *api.PortMapping
+		family api.Family
+		local  bool
+		want   ListID
+	}{
+		{nil, api.IPv4, false, 0x4_0000_0000}, {nil, api.IPv6, true, 0x106_0000_0000},
+		{port, api.IPv6, false, 0x6_0000_0035 | ListID(api.UDP)<<16}, {port, api.IPv4, true, 0x104_0000_0035 | ListID(api.UDP)<<16},
+	} {
+		if got := listID(c.port, c.family, c.local); got != c.want {
+			t.Errorf("port %v, %s, local %t: %#x, want %#x", c.port, c.family, c.local, got, c.want)
+		}
+	}
+}

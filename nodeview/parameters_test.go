@@ -119,9 +119,17 @@ func TestParametersAreExplained(t *testing.T) {
 			t.Errorf("the explanation lacks %q:\n%s", text, e)
 		}
 	}
-	if ParametersOf(nil) != (Parameters{}) {
+	if ParametersOf(nil) != (Parameters{}) || ParametersOf(&api.View{}) != (Parameters{}) {
 		t.Error("a deleted service has parameters")
 	}
+	if (Parameters{}).Without(Parameters{}) != (Parameters{}) {
+		t.Error("without parameters, some remain")
+	}
+	svc.Ports[0].NodePort = 0
+	if ParametersOf(e.View).NodePortSources {
+		t.Error("a service without node ports has sources of node ports")
+	}
+	svc.Ports[0].NodePort = 30080
 	p := ParametersOf(e.View)
 	if got := p.Without(Parameters{Algorithm: true, Resets: true}).String(); got != "weights of endpoints, source ranges of node ports" {
 		t.Errorf("a backend with two parameters ignores %q", got)

@@ -777,6 +777,7 @@ func TestScopesOf(t *testing.T) {
 		{"by port", uneven, tcp, api.Scopes{Internal: true}},
 		{"on no list for this port", uneven, udp, api.Scopes{}},
 		{"all ports", flat, nil, api.Scopes{Internal: true}},
+		{"all ports, though lists differ", uneven, nil, uneven.Scopes},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if got := scopesOf(&c.endpoint, c.port); got != c.want {

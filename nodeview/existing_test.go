@@ -240,3 +240,20 @@ func TestHairpinsOfOnlyTheLocalList(t *testing.T) {
 		t.Errorf("hairpins (-want +got):\n%s", diff)
 	}
 }
+
+// TestExistingYieldsEachEndpointOnce has two entries for an address, of which each is preferred
+// for one port.
+func TestExistingYieldsEachEndpointOnce(t *testing.T) {
+	view := View(&api.ServiceState{
+		Service: service(ports("http=80", "https=443")),
+		Slices:  endpointSlices("slice a http=8080 https=8443\n10.0.0.1 serving terminating\nslice b http=8080\n10.0.0.1 ready"),
+	}, thisNode)
+	if len(view.Endpoints) != 2 {
+		t.Fatalf("endpoints %v", describe(view))
+	}
+	for f := range Frontends(view) {
+		if all := slices.Collect(f.Existing.All()); len(all) != 1 {
+			t.Errorf("%s: flows may continue to %v, want one endpoint", f.FrontendKey, all)
+		}
+	}
+}

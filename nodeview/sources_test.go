@@ -90,6 +90,9 @@ func TestSourceRanges(t *testing.T) {
 }
 
 func TestSources(t *testing.T) {
+	if got := (Sources{}).String(); got != "any source" {
+		t.Errorf("the zero value is %q", got)
+	}
 	own := []netip.Addr{netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("203.0.113.2")}
 	ten := []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}
 	for _, c := range []struct {

@@ -57,13 +57,12 @@ func (d *Driver) reportHang(ctx context.Context, method string, since time.Time,
 	ended, interval, logged := ctx.Done(), hangAfter, false
 	for {
 		if ended != nil {
-			since = later(since, d.lastProgress())
+			if progress := d.lastProgress(); progress.After(since) {
+				since, interval = progress, hangAfter
+			}
 		}
 		idle := time.Since(since)
-		switch {
-		case idle < hangAfter:
-			interval = hangAfter
-		case idle >= interval:
+		if idle >= interval {
 			if ended != nil {
 				log.Error(nil, "Sink makes no progress", "for", idle.Round(time.Second))
 			} else {
@@ -71,21 +70,18 @@ func (d *Driver) reportHang(ctx context.Context, method string, since time.Time,
 			}
 			interval, logged = idle+min(idle, maxHangInterval), true
 		}
-		alarm := time.NewTimer(interval - idle)
 		select {
 		case <-returned:
-			alarm.Stop()
 			if logged {
 				log.Info("Sink has returned")
 			}
 			return
 		case <-ended:
-			ended, since = nil, time.Now()
+			ended, since, interval = nil, time.Now(), hangAfter
 			if logged {
 				log.Error(nil, "Waiting for the sink to return after the end of its context", "for", time.Duration(0))
 			}
-		case <-alarm.C:
+		case <-time.After(min(interval-idle, hangAfter)): // progress may have begun a new hang
 		}
-		alarm.Stop()
 	}
 }

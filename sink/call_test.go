@@ -125,6 +125,60 @@ func TestProgressIsNoHang(t *testing.T) {
 	})
 }
 
+// A sink hangs for five minutes, makes progress, and hangs again. The log has the durations
+// 8 s, 16 s and so on, from the begin of each hang.
+func TestEachHangIsLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+		src := sinktest.NewSource()
+		src.Set(manyViews(3)...)
+		src.MarkSynced()
+		ended := make(chan error)
+		s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+			for range c.Services {
+				time.Sleep(5 * time.Minute)
+			}
+			return nil
+		})
+		go func() { ended <- sink.Run(ctx, src, s, sink.Options{}) }()
+		hangs := func(text string) int {
+			synctest.Wait()
+			return strings.Count(logger.GetSink().(ktesting.Underlier).GetBuffer().String(), text)
+		}
+		for n, at := range []time.Duration{20 * time.Second, 5 * time.Minute, 5 * time.Minute} {
+			time.Sleep(at)
+			for _, d := range []string{`for="8s"`, `for="16s"`} {
+				if got := hangs(d); got != n+1 {
+					t.Errorf("in hang %d, %s is logged %d times, want %d", n+1, d, got, n+1)
+				}
+			}
+		}
+		time.Sleep(time.Hour) // the sink has nothing to do
+		cancel()
+		<-ended
+		if got := hangs(`for="8s"`); got != 3 {
+			t.Errorf("%d hangs are logged, want 3", got)
+		}
+	})
+}
+
+// TestIdleSinkIsNoHang checks that nothing is logged about a call that returned.
+func TestIdleSinkIsNoHang(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), logger), time.Hour)
+		defer cancel()
+		src := sinktest.NewSource()
+		src.Set(view(web, 1))
+		src.MarkSynced()
+		_ = sink.Run(ctx, src, sink.Func(func(context.Context, *sink.Changes) error { return nil }), sink.Options{})
+		if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(log, "progress") || strings.Contains(log, "has returned") {
+			t.Errorf("log: %s", log)
+		}
+	})
+}
+
 func TestSilentSourceIsLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))

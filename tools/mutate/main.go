@@ -116,7 +116,7 @@ func runPackage(ctx context.Context, out io.Writer, opts options, pkg *packages.
 		return fmt.Errorf("the tests fail without a mutant (%s):\n%s", found, output)
 	}
 	// A mutant that makes the tests much slower counts as found.
-	tests.limit = max(10*time.Second, 8*time.Since(begin))
+	tests.limit = max(10*time.Second, 4*time.Since(begin))
 
 	known := map[key]bool{}
 	var survivors, wrong []string

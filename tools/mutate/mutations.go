@@ -47,7 +47,6 @@ type mutator struct {
 	file               *token.File
 	text               []byte
 	function           string
-	results            *types.Tuple
 	prefixes, suffixes []edit
 	// negated has the expressions that are a condition or an operand of && or ||.
 	negated map[ast.Expr]bool

@@ -99,7 +99,7 @@ go test -v -count=1 -timeout 60m -run 'Histories$' ./reconcile -histories 100000
 go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -histories 100`,
 		},
 		{
-			Name: "mutants-nodeview", About: "each [mutant](../CONTRIBUTING.md#mutants) of nodeview fails a test", Limit: time.Hour,
+			Name: "mutants-nodeview", About: "each [mutant](../../CONTRIBUTING.md#mutants) of nodeview fails a test", Limit: time.Hour,
 			Command: "cd tools; go run ./mutate -skip '^TestCostGrowsWithSize$' ./nodeview",
 		},
 		{

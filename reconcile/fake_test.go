@@ -31,6 +31,8 @@ type fake struct {
 	unlisted bool
 	listed   func()
 	calls    []string
+	// opServices has the service of the last operation for each object.
+	opServices map[string]string
 	// faults are violations of the contract.
 	faults []string
 }
@@ -38,7 +40,7 @@ type fake struct {
 var errBad, errBroken = errors.New("bad object"), errors.New("connection lost")
 
 func newFake() *fake {
-	return &fake{plans: map[*api.View][]string{}, objects: map[string]string{}, bad: map[string]bool{}, stuck: map[string]bool{}, broken: -1}
+	return &fake{plans: map[*api.View][]string{}, objects: map[string]string{}, bad: map[string]bool{}, stuck: map[string]bool{}, opServices: map[string]string{}, broken: -1}
 }
 
 // view returns a view whose plan are objects in the form key=value. For a text without
@@ -87,6 +89,7 @@ func (f *fake) fault(format string, args ...any) {
 func (f *fake) Apply(_ context.Context, ops []Op[string, string]) error {
 	var text []string
 	for _, op := range ops {
+		f.opServices[op.Key] = op.Service.Name
 		old, ok := f.objects[op.Key]
 		if (op.Old != nil) != ok || ok && *op.Old != old {
 			f.fault("%s: the old value is wrong, the dataplane has %q", op.Key, old)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -31,6 +32,29 @@ func TestPassWritesDifferencesInOrder(t *testing.T) {
 	w.mustHave()
 }
 
+func TestOperationsHaveTheirService(t *testing.T) {
+	w := newWorld(t)
+	check := func(want string) {
+		t.Helper()
+		if got := w.opServices["k"]; got != want {
+			t.Errorf("the operation for k is of service %q, want %q", got, want)
+		}
+	}
+	w.must(w.sync(pass, w.view("a", "k=1"), w.view("b", "other=1")))
+	check("a")
+	w.must(w.sync(sink.Changes{}, w.view("a", "k=2")))
+	check("a")
+	w.must(w.sync(sink.Changes{}, w.view("b", "k=3")))
+	check("b")
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.must(w.sync(sink.Changes{}, "b"))
+	check("b")
+	w.mustHave()
+	if err := w.faults; err != nil {
+		t.Error(err)
+	}
+}
+
 func TestServicesSwapObjectsInOnePart(t *testing.T) {
 	for _, atomic := range []bool{true, false} {
 		w := newWorld(t)
@@ -47,6 +71,16 @@ func TestServicesSwapObjectsInOnePart(t *testing.T) {
 		w.bad["k1"] = false
 		w.must(w.sync(sink.Changes{}, w.view("a", "k2=a"), w.view("b", "k1=b")))
 		w.mustHave("k1=b", "k2=a", "k3=c2")
+	}
+}
+
+func TestErrorsOfOperations(t *testing.T) {
+	failed := Failed[string]{"k1": errBad, "k2": errBad}
+	if got := failed.Error(); !strings.HasPrefix(got, "2 operations failed: ") || !strings.Contains(got, errBad.Error()) {
+		t.Errorf("the text is %q", got)
+	}
+	if err := Refused(errBad); !errors.Is(err, errBad) {
+		t.Errorf("%v does not wrap the dataplane's error", err)
 	}
 }
 

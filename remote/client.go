@@ -28,6 +28,9 @@ type ClientOptions struct {
 	// larger view, and keeps the last view of the service that was small enough, if any.
 	// Default: 1,000,000.
 	MaxElements int
+	// If Fallback is not nil, the client uses it while no server answers. FailFast excludes
+	// it.
+	Fallback *Fallback
 }
 
 // Client follows a server's view of one node. The program has to call [Client.Run]. All
@@ -71,7 +74,12 @@ func (c *Client) Source() sink.Source { return &source{client: c, cursor: c.view
 
 // Run follows the server until ctx ends, and then returns ctx's cause. With FailFast, it
 // returns an error if no address works.
-func (c *Client) Run(ctx context.Context) error { return c.dialer.Stay(ctx, c.follow) }
+func (c *Client) Run(ctx context.Context) error {
+	if c.opts.Fallback != nil && !c.opts.FailFast {
+		return c.runWithFallback(ctx)
+	}
+	return c.dialer.Stay(ctx, c.follow)
+}
 
 // follow receives the state from the server at the other end of conn, until conn fails.
 func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
@@ -82,9 +90,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 		return err
 	}
 	defer c.disconnected()
-	state, _ := c.get()
-	request := c.request(c.token)
-	request.Packed, request.Have = true, state.digests()
+	request := c.firstRequest(c.token)
 	buckets := bucketCount(request.Have)
 	for {
 		if err := stream.Send(request); err != nil {
@@ -110,6 +116,14 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 			a.log.Info("Received full state from server", "services", len(a.services))
 		}
 	}
+}
+
+// firstRequest returns the first request on a stream.
+func (c *Client) firstRequest(token []byte) *localv1.WatchReq {
+	state, _ := c.get()
+	request := c.request(token)
+	request.Packed, request.Have = true, state.digests()
+	return request
 }
 
 // request returns a request for new state. After the first request on a stream, token is

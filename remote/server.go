@@ -74,6 +74,11 @@ type ServerOptions struct {
 	// cluster changes too much during an answer, SendTimeout limits the time of the whole
 	// answer. Default 30 s.
 	SendTimeout time.Duration
+	// ConnectionAge is the lifetime of a connection, plus or minus at most 10 %. Then the
+	// server asks the client to connect again, and ends its streams within a minute. So
+	// clients spread over servers, also over new ones, and their certificates are checked
+	// again. Clients continue with what they have. Default 30 minutes.
+	ConnectionAge time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
 
@@ -114,6 +119,7 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	opts.MaxStreamsPerPeer = cmp.Or(opts.MaxStreamsPerPeer, transport.DefaultMaxStreamsPerPeer)
 	opts.StreamRate = cmp.Or(opts.StreamRate, transport.DefaultStreamRate)
 	opts.SendTimeout = cmp.Or(opts.SendTimeout, transport.DefaultSendTimeout)
+	opts.ConnectionAge = cmp.Or(opts.ConnectionAge, transport.DefaultConnectionAge)
 	opts.CacheBytes = cmp.Or(opts.CacheBytes, transport.DefaultCacheBytes)
 	instance := make([]byte, 16)
 	rand.Read(instance) // cannot fail
@@ -187,11 +193,6 @@ const maxRequest = 16 << 10
 // is the default of HTTP/2.
 const requestWindow = 64 << 10
 
-// connectionAge is the lifetime of a connection, plus or minus at most 10 %. Then the
-// client reconnects with its token. So clients spread over servers, and the server checks
-// their certificates again.
-const connectionAge = 30 * time.Minute
-
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.Creds(connCredentials{creds}),
@@ -206,7 +207,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.StaticConnWindowSize(requestWindow),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
 			Time: 30 * time.Second, Timeout: 10 * time.Second,
-			MaxConnectionAge: connectionAge, MaxConnectionAgeGrace: time.Minute,
+			MaxConnectionAge: s.opts.ConnectionAge, MaxConnectionAgeGrace: time.Minute,
 		}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second}),
 	}

@@ -73,6 +73,7 @@ func (f *serverFlags) register(fs *pflag.FlagSet) {
 	fs.IntVar(&f.options.MaxStreamsPerPeer, "max-streams-per-peer", transport.DefaultMaxStreamsPerPeer, "maximum `number` of streams of one certificate or IP address, or of all unix sockets")
 	fs.Float64Var(&f.options.StreamRate, "stream-rate", transport.DefaultStreamRate, "average `number` of streams per second that each of these may open")
 	fs.DurationVar(&f.options.SendTimeout, "send-timeout", transport.DefaultSendTimeout, "time limit for a client to receive one message; then the server closes its connection")
+	fs.DurationVar(&f.options.ConnectionAge, "connection-age", transport.DefaultConnectionAge, "time after which a client has to connect again, ± 10 %, so that clients spread over servers")
 	fs.IntVar(&f.options.CacheBytes, "cache-bytes", transport.DefaultCacheBytes, "approximate memory in `bytes` for cached marshalled views")
 }
 
@@ -119,8 +120,8 @@ func (f *serverFlags) check() error {
 		return errors.New("--node-certificates and --cluster-readers need TLS: --tls-ca-file, --tls-cert-file and --tls-key-file")
 	case !f.serveCluster && len(o.ClusterReaders) > 0:
 		return errors.New("--cluster-readers needs --serve-cluster")
-	case o.MaxConnections <= 0 || o.MaxConnectionsPerPeer <= 0 || o.MaxStreamsPerPeer <= 0 || o.StreamRate <= 0 || o.SendTimeout <= 0 || o.CacheBytes <= 0:
-		return errors.New("--max-connections, --max-connections-per-peer, --max-streams-per-peer, --stream-rate, --send-timeout and --cache-bytes must be greater than zero")
+	case o.MaxConnections <= 0 || o.MaxConnectionsPerPeer <= 0 || o.MaxStreamsPerPeer <= 0 || o.StreamRate <= 0 || o.SendTimeout <= 0 || o.ConnectionAge <= 0 || o.CacheBytes <= 0:
+		return errors.New("--max-connections, --max-connections-per-peer, --max-streams-per-peer, --stream-rate, --send-timeout, --connection-age and --cache-bytes must be greater than zero")
 	}
 	return nil
 }

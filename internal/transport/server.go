@@ -11,6 +11,7 @@ const (
 	DefaultMaxStreamsPerPeer     = 32
 	DefaultStreamRate            = 20.0
 	DefaultSendTimeout           = 30 * time.Second
+	DefaultConnectionAge         = 30 * time.Minute
 	DefaultCacheBytes            = 64 << 20
 )
 

@@ -63,27 +63,66 @@ const forgetAfter = 5 * time.Minute
 // its data so slowly that its connection might fail, and it would begin again.
 const maxTurns = 32
 
-// maxTurn is the time after which a client that reads slowly does not count any more. A
-// peer may have as many streams as there are turns. So each malicious peer delays others
-// by at most this time.
+// maxTurnsPerPeer limits the clients of one peer that begin at the same time. So a peer
+// cannot delay the clients of others.
+const maxTurnsPerPeer = maxTurns / 4
+
+// maxTurn is the time after which a client that reads slowly does not count any more. So
+// several malicious peers delay others by a limited time.
 const maxTurn = 5 * time.Second
+
+// noticeInterval is the time between two messages to a client that waits for its turn. It
+// is shorter than the time after which clients leave a silent server.
+const noticeInterval = 5 * time.Second
 
 func newBeginnings(v *views) *beginnings {
 	return &beginnings{views: v, turns: semaphore.NewWeighted(maxTurns)}
 }
 
-// turn waits until the client may begin. Clients begin in the order of their calls. The
-// caller calls end when the client has its first answer.
-func (b *beginnings) turn(ctx context.Context) (end func(), err error) {
-	if err := b.turns.Acquire(ctx, 1); err != nil {
-		return nil, err
-	}
-	timer := time.AfterFunc(maxTurn, func() { b.turns.Release(1) })
-	return func() {
-		if timer.Stop() {
-			b.turns.Release(1)
+// turn waits until the client may begin. Clients of a peer, and the first clients of all
+// peers, begin in the order of their calls. While it waits, it calls notify from time to
+// time. The caller calls end when the client has its first answer.
+func (b *beginnings) turn(ctx context.Context, ofPeer *semaphore.Weighted, notify func() error) (end func(), err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	turn := make(chan error, 1)
+	go func() {
+		err := ofPeer.Acquire(ctx, 1)
+		if err == nil {
+			if err = b.turns.Acquire(ctx, 1); err != nil {
+				ofPeer.Release(1)
+			}
 		}
-	}, nil
+		turn <- err
+	}()
+	release := func() {
+		b.turns.Release(1)
+		ofPeer.Release(1)
+	}
+	notice := time.NewTicker(noticeInterval)
+	defer notice.Stop()
+	for {
+		select {
+		case err := <-turn:
+			if err != nil {
+				return nil, err
+			}
+			timer := time.AfterFunc(maxTurn, release)
+			return func() {
+				if timer.Stop() {
+					release()
+				}
+			}, nil
+		case <-notice.C:
+			if err := notify(); err != nil {
+				cancel()
+				if <-turn == nil {
+					release()
+				}
+				return nil, err
+			}
+		}
+	}
 }
 
 // of returns the beginning for a client that needs a snapshot. The beginning may be newer
@@ -225,7 +264,7 @@ func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
 	changes := x.changes(snapshot)
 	if n := bucketCount(w.have); n > 0 {
 		views := w.different(x, p, changes, to)
-		if discard := p.compare(w.have, n, views, w.who); len(discard) <= n/2 {
+		if discard, few := p.compare(w.have, n, views, w.who); few {
 			w.sendBuckets(p, snapshot, to, n, discard, views)
 			return
 		}
@@ -236,15 +275,16 @@ func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
 	}
 	w.sender.ops(p.frames...)
 	for _, state := range w.own(x, p, to) {
+		if w.sender.err != nil {
+			return
+		}
 		if _, ok := changes[state.Service.Key()]; !ok {
 			for _, frames := range w.patch(x, p, state, to) {
 				w.sender.ops(frames...)
 			}
 		}
 	}
-	for key, state := range changes {
-		w.sendWhole(key, w.view(state, to), true)
-	}
+	w.sendWholes(maps.All(changes), to, true)
 }
 
 // patch returns the difference between a view in the pack and the client's view.
@@ -303,8 +343,9 @@ func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedNam
 }
 
 // compare returns the buckets in which the client's services differ from those of the
-// pack, changed by the given views.
-func (p *pack) compare(have *localv1.Digests, n int, changed map[types.NamespacedName]*wireView, who audience) []uint32 {
+// pack, changed by the given views. It also reports whether at most half of the services are
+// in these buckets. Tenants choose names, so one bucket may have most services.
+func (p *pack) compare(have *localv1.Digests, n int, changed map[types.NamespacedName]*wireView, who audience) (differ []uint32, few bool) {
 	inBucket := map[int][]digested{}
 	for key, view := range changed {
 		bucket := bucketOf(orderOf(key), n)
@@ -314,7 +355,7 @@ func (p *pack) compare(have *localv1.Digests, n int, changed map[types.Namespace
 		}
 		inBucket[bucket] = list
 	}
-	var differ []uint32
+	all, send := 0, 0
 	for bucket, services := range bucketsOf(p.services, n) {
 		if list, ok := inBucket[bucket]; ok {
 			for _, s := range services {
@@ -325,11 +366,13 @@ func (p *pack) compare(have *localv1.Digests, n int, changed map[types.Namespace
 			sortDigested(list)
 			services = list
 		}
+		all += len(services)
 		if !bytes.Equal(digestOf(have.GetSalt(), services), have.GetBuckets()[bucket*bucketDigest:][:bucketDigest]) {
 			differ = append(differ, uint32(bucket))
+			send += len(services)
 		}
 	}
-	return differ
+	return differ, 2*send <= all
 }
 
 // sendBuckets replaces the services in some of n buckets.
@@ -344,6 +387,9 @@ func (w *watch) sendBuckets(p *pack, snapshot *cluster.Objects, to *target, n in
 			continue
 		}
 		for i := range services {
+			if w.sender.err != nil {
+				return
+			}
 			key := services[i].key
 			if _, ok := changed[key]; !ok {
 				state, _ := statesOf(snapshot.Snapshot).Get(key)

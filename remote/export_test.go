@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"context"
 	"slices"
 	"time"
 
@@ -76,4 +77,10 @@ func Quick(o DialOptions) DialOptions {
 func Batching(interval time.Duration, o ServerOptions) ServerOptions {
 	o.batchInterval = interval
 	return o
+}
+
+// HoldTurns takes all turns, so that no client begins until release is called.
+func (s *Server) HoldTurns() (release func()) {
+	s.beginnings.turns.Acquire(context.Background(), maxTurns) // cannot fail
+	return func() { s.beginnings.turns.Release(maxTurns) }
 }

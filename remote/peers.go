@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/connlimit"
+	"golang.org/x/sync/semaphore"
 	"golang.org/x/time/rate"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
@@ -50,6 +51,7 @@ func newPeers(limits ServerOptions) *peers {
 type account struct {
 	streams int
 	opening *rate.Limiter
+	turns   *semaphore.Weighted // see beginnings.turn
 }
 
 // openStream is a stream that a client has opened with a request.
@@ -196,6 +198,8 @@ type caller struct {
 	name string            // the peer's name; see ServerOptions
 	cert *x509.Certificate // nil without TLS
 	conn net.Conn
+
+	turns *semaphore.Weighted // those of the peer's account; set by admit
 }
 
 // callerOf returns the client of a stream. Several clients may use the same certificate,
@@ -220,13 +224,13 @@ func callerOf(ctx context.Context, nodeCertificates bool) (caller, error) {
 }
 
 // admit counts a stream of c until done is called. It refuses streams above the limits.
-func (p *peers) admit(c caller) (done func(), err error) {
+func (p *peers) admit(c *caller) (done func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	a := p.byName[c.name]
 	if a == nil {
 		p.sweep()
-		a = &account{opening: rate.NewLimiter(rate.Limit(p.limits.StreamRate), p.limits.MaxStreamsPerPeer)}
+		a = &account{opening: rate.NewLimiter(rate.Limit(p.limits.StreamRate), p.limits.MaxStreamsPerPeer), turns: semaphore.NewWeighted(maxTurnsPerPeer)}
 		p.byName[c.name] = a
 	}
 	if a.streams >= p.limits.MaxStreamsPerPeer {
@@ -238,6 +242,7 @@ func (p *peers) admit(c caller) (done func(), err error) {
 		return nil, status.Errorf(codes.ResourceExhausted, "%s opens streams too fast", c.name)
 	}
 	a.streams++
+	c.turns = a.turns
 	p.streams.Add(1)
 	return func() {
 		p.mu.Lock()

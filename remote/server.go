@@ -185,7 +185,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 const stopTimeout = 5 * time.Second
 
 // maxRequest is the maximum size of a message from a client. A WatchReq is smaller: it
-// has little more than a name and a token.
+// has little more than a name, a token and 8 KB of digests.
 const maxRequest = 16 << 10
 
 // requestWindow is the flow-control window for a client's messages. The window is fixed.

@@ -30,7 +30,10 @@ type subscriber[Request any] interface {
 // for it. After 10 minutes, a store drops deletions that an older token would need.
 const renewTokens = 5 * time.Minute
 
-var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
+var (
+	errExpired  = status.Error(codes.Unauthenticated, "the client's certificate has expired")
+	errStopping = status.Error(codes.Unavailable, "server is stopping")
+)
 
 // serveStream handles a stream. It receives a request, answers it, and then receives the
 // next request. newSubscriber handles the first request and returns the subscriber.
@@ -45,7 +48,7 @@ func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServ
 		ctx, cancel = context.WithDeadlineCause(ctx, c.cert.NotAfter, errExpired)
 		defer cancel()
 	}
-	done, err := s.peers.admit(c)
+	done, err := s.peers.admit(&c)
 	if err != nil {
 		return err
 	}
@@ -103,7 +106,7 @@ func (s *Server) answer(ctx context.Context, w waker, send func(*cluster.Objects
 		case ctx.Err() != nil:
 			return 0, context.Cause(ctx)
 		case s.published.stopped.Load():
-			return 0, status.Error(codes.Unavailable, "server is stopping")
+			return 0, errStopping
 		}
 	}
 }

@@ -128,11 +128,17 @@ func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
 	target := w.targetIn(snapshot)
 	var x *beginning
 	if w.packed && w.startsOver(snapshot, &target) {
-		end, err := w.server.beginnings.turn(w.sender.stream.Context())
+		end, err := w.server.beginnings.turn(w.sender.stream.Context(), w.sender.caller.turns, func() error {
+			w.sender.begin(snapshot)
+			return w.sender.send(&raw{})
+		})
 		if err != nil {
 			return false, err
 		}
 		defer end()
+		if w.server.published.stopped.Load() {
+			return false, errStopping
+		}
 		snapshot = w.server.published.get() // may have changed meanwhile
 		if x = w.server.beginnings.of(snapshot); x.snapshot.Revision > snapshot.Revision {
 			snapshot = x.snapshot

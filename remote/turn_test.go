@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/sync/semaphore"
+)
+
+// taker takes turns for the clients of one peer, which keep them.
+type taker struct {
+	b    *beginnings
+	peer *semaphore.Weighted
+	// The number of turns, and of notices.
+	turns, notices int
+}
+
+func newTaker(b *beginnings) *taker {
+	return &taker{b: b, peer: semaphore.NewWeighted(maxTurnsPerPeer)}
+}
+
+// take requests n turns in the background.
+func (p *taker) take(ctx context.Context, n int) {
+	for range n {
+		go func() {
+			if _, err := p.b.turn(ctx, p.peer, func() error { p.notices++; return nil }); err == nil {
+				p.turns++
+			}
+		}()
+		synctest.Wait()
+	}
+}
+
+// A peer whose clients do not read gets some turns only. Several such peers together delay
+// others by a limited time. Waiting clients get notices.
+func TestSlowPeersLeaveTurnsToOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer func() {
+			cancel()
+			time.Sleep(maxTurn)
+		}()
+		b := newBeginnings(nil)
+		slow, good := newTaker(b), newTaker(b)
+		slow.take(ctx, 32)
+		good.take(ctx, 1)
+		if slow.turns != maxTurnsPerPeer || good.turns != 1 {
+			t.Errorf("the slow peer has %d turns, the other %d", slow.turns, good.turns)
+		}
+		for range 12 {
+			newTaker(b).take(ctx, 32)
+		}
+		late := newTaker(b)
+		late.take(ctx, 1)
+		if late.turns != 0 {
+			t.Error("more than 32 turns")
+		}
+		began := time.Now()
+		for late.turns == 0 {
+			time.Sleep(time.Second)
+		}
+		if took := time.Since(began); took > 5*maxTurn || late.notices < 2 {
+			t.Errorf("a turn after %v and %d notices", took, late.notices)
+		}
+	})
+}
+
+// A client that leaves while it waits loses no turn of others.
+func TestTurnsOfClientsThatLeave(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBeginnings(nil)
+		var ends []func()
+		for range maxTurns {
+			end, err := b.turn(t.Context(), newTaker(b).peer, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ends = append(ends, end)
+		}
+		gone := errors.New("gone")
+		for range 3 {
+			p := newTaker(b)
+			if _, err := b.turn(t.Context(), p.peer, func() error { return gone }); err != nil && err != gone {
+				t.Errorf("error %v", err)
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			if _, err := b.turn(ctx, p.peer, nil); err == nil {
+				t.Error("a turn for a client that has left")
+			}
+		}
+		for _, end := range ends {
+			end()
+		}
+		time.Sleep(2 * maxTurn)
+		if !b.turns.TryAcquire(maxTurns) {
+			t.Error("turns are missing")
+		}
+	})
+}

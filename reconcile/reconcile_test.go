@@ -74,6 +74,30 @@ func TestServicesSwapObjectsInOnePart(t *testing.T) {
 	}
 }
 
+// A Cleanup that fails says so, and may be repeated. A pass after it writes all objects.
+func TestCleanupFails(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=1")))
+	w.unlisted = true
+	if err := w.reconciler.Cleanup(t.Context()); !errors.Is(err, errBroken) || !strings.Contains(err.Error(), "list the dataplane: ") {
+		t.Errorf("List fails: error %v", err)
+	}
+	if err := w.sync(sink.Changes{First: true}); !errors.Is(err, errBroken) {
+		t.Errorf("List fails at the begin of a pass: error %v", err)
+	}
+	w.unlisted = false
+	w.stuck["k"] = true
+	if err := w.reconciler.Cleanup(t.Context()); !errors.Is(err, errBad) {
+		t.Errorf("an object cannot be deleted: error %v", err)
+	}
+	w.mustHave("k=1")
+	w.stuck["k"] = false
+	w.must(w.reconciler.Cleanup(t.Context()))
+	w.mustHave()
+	w.must(w.sync(pass, w.view("a", "k=1")))
+	w.mustHave("k=1")
+}
+
 func TestErrorsOfOperations(t *testing.T) {
 	failed := Failed[string]{"k1": errBad, "k2": errBad}
 	if got := failed.Error(); !strings.HasPrefix(got, "2 operations failed: ") || !strings.Contains(got, errBad.Error()) {

@@ -37,6 +37,8 @@ type beginning struct {
 	snapshot *cluster.Objects
 	// The services that look different to a node, or to all nodes of a zone.
 	byNode, byZone map[string][]*api.ServiceState
+	// The services with endpoints on many nodes. All nodes share their marshalled endpoints.
+	large map[*api.ServiceState]*sharedState
 
 	mu    sync.Mutex
 	packs map[packKind]*pack
@@ -166,7 +168,9 @@ func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 	x := &beginning{
 		views: v, snapshot: snapshot, packs: map[packKind]*pack{},
 		byNode: map[string][]*api.ServiceState{}, byZone: map[string][]*api.ServiceState{},
+		large: map[*api.ServiceState]*sharedState{},
 	}
+	room := v.limit
 	for _, state := range statesOf(snapshot.Snapshot).All() {
 		if state.Service == nil {
 			continue
@@ -178,9 +182,21 @@ func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 		for zone := range s.zones {
 			x.byZone[zone] = append(x.byZone[zone], state)
 		}
+		if size := largeNode * len(s.nodes); len(s.nodes) >= manyNodes && size <= room {
+			room -= size
+			s.reported = true // by newPack, if it is too large
+			x.large[state] = s
+		}
 	}
 	return x
 }
+
+// If a service has endpoints on at least manyNodes nodes, a beginning keeps its marshalled
+// endpoints. They need approximately largeNode bytes for each node.
+const (
+	manyNodes = 50
+	largeNode = 1000
+)
 
 // pack returns the pack for the nodes of a zone. If few services look different to the
 // zone, the pack is that of all such zones.
@@ -250,12 +266,21 @@ func (x *beginning) changes(snapshot *cluster.Objects) map[types.NamespacedName]
 	return maps.Collect(changes)
 }
 
-// uncached returns the state of a service for views of one node, which are not worth a
+// shared returns the state of a service for views of one node, which are not worth a
 // place in the cache.
-func uncached(state *api.ServiceState) *sharedState {
+func (x *beginning) shared(state *api.ServiceState) *sharedState {
+	if s, ok := x.large[state]; ok {
+		return s
+	}
 	s := newSharedState(state)
 	s.reported = true // by newPack, if it is too large
 	return s
+}
+
+func (x *beginning) marshal(s *sharedState, c class, view *api.View) *wireView {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return x.views.marshal(s, c, view)
 }
 
 // sendAll brings a client without a valid token to the snapshot.
@@ -289,13 +314,13 @@ func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
 
 // patch returns the difference between a view in the pack and the client's view.
 func (w *watch) patch(x *beginning, p *pack, state *api.ServiceState, to *target) *wireDelta {
-	s := uncached(state)
+	s := x.shared(state)
 	theirs, mine := s.classOf("", p.zone, w.frontends), s.classOf(w.name, to.zone, w.frontends)
 	before, after := theirs.view(x.snapshot.Snapshot, state), mine.view(x.snapshot.Snapshot, state)
 	if before != nil && after != nil && !w.frontends {
 		before, after = withoutEqual(before, after), withoutEqual(after, before)
 	}
-	old, new := x.views.marshal(s, theirs, before), x.views.marshal(s, mine, after)
+	old, new := x.marshal(s, theirs, before), x.marshal(s, mine, after)
 	if old == nil && new == nil {
 		return &wireDelta{}
 	}
@@ -333,8 +358,9 @@ func notIn(list, other []api.Endpoint) []api.Endpoint {
 func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedName]*api.ServiceState, to *target) map[types.NamespacedName]*wireView {
 	views := map[types.NamespacedName]*wireView{}
 	for _, state := range w.own(x, p, to) {
-		s := uncached(state)
-		views[state.Service.Key()] = x.views.compute(x.snapshot.Snapshot, s, s.classOf(w.name, to.zone, w.frontends))
+		s := x.shared(state)
+		c := s.classOf(w.name, to.zone, w.frontends)
+		views[state.Service.Key()] = x.marshal(s, c, c.view(x.snapshot.Snapshot, state))
 	}
 	for key, state := range changes {
 		views[key] = w.view(state, to)

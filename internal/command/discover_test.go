@@ -218,12 +218,41 @@ func TestFlagsOfServerService(t *testing.T) {
 		if err := fs.Parse(test.args); err != nil {
 			t.Fatal(err)
 		}
-		opts, err := f.get()
+		opts, err := f.get(false)
 		switch {
 		case test.err == "" && err != nil, test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)):
 			t.Errorf("%v: error %v, want %q", test.args, err, test.err)
 		case err == nil && opts.TLS.ServerName != test.serverName:
 			t.Errorf("%v: server name %q", test.args, opts.TLS.ServerName)
+		}
+	}
+}
+
+func TestFlagsOfFallback(t *testing.T) {
+	for _, test := range []struct {
+		args  []string
+		local bool
+		err   string
+	}{
+		{[]string{"--api-fallback=1m"}, true, ""},
+		{[]string{"--api-fallback=1m", "--service-proxy-name=x", "--api-kubeconfig=f"}, true, ""},
+		{[]string{"--api-fallback=1m"}, false, "needs to-local"},
+		{[]string{"--api-fallback=-1s"}, true, "must not be negative"},
+		{[]string{"--service-proxy-name=x"}, true, "--service-proxy-name needs --api-fallback"},
+		{nil, false, ""},
+	} {
+		var s Source
+		fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+		s.RegisterAPI(fs)
+		if err := fs.Parse(test.args); err != nil {
+			t.Fatal(err)
+		}
+		_, err := s.api.get(s.fallback > 0)
+		if err == nil {
+			err = s.checkFallback(test.local)
+		}
+		if (err != nil) != (test.err != "") || err != nil && !strings.Contains(err.Error(), test.err) {
+			t.Errorf("%v: error %v, want %q", test.args, err, test.err)
 		}
 	}
 }

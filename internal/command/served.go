@@ -22,11 +22,11 @@ type remoteProxy struct {
 	once    bool
 }
 
-func newRemoteProxy(dial remote.DialOptions, opts kpng.Options) (*remoteProxy, error) {
+func newRemoteProxy(dial remote.DialOptions, fallback *remote.Fallback, opts kpng.Options) (*remoteProxy, error) {
 	v := &remoteProxy{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
 	dial.FailFast = v.once
 	var err error
-	v.client, err = remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName, MaxElements: opts.State.MaxElements})
+	v.client, err = remote.NewClient(remote.ClientOptions{DialOptions: dial, Fallback: fallback, NodeName: opts.NodeName, MaxElements: opts.State.MaxElements})
 	if err != nil {
 		return nil, err
 	}

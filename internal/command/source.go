@@ -7,6 +7,7 @@ import (
 	"errors"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/cluster"
@@ -50,6 +51,10 @@ type Source struct {
 	api apiFlags
 	// forbidden are the flags that exclude --api; nil before Register.
 	forbidden *pflag.FlagSet
+	// fallback is the flag --api-fallback. selection are the flags that need it; nil before
+	// RegisterAPI.
+	fallback  time.Duration
+	selection *pflag.FlagSet
 }
 
 // defaultAPIServer says how to find the API server without --kubeconfig.
@@ -155,7 +160,44 @@ func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 // RegisterAPI adds the flags of a source that is a kpng server.
 func (s *Source) RegisterAPI(fs *pflag.FlagSet) {
 	s.api.register(fs, remote.DefaultAddress)
+	fs.DurationVar(&s.fallback, "api-fallback", 0, "with to-local: when no server has answered for this `time`, read the API server of --api-kubeconfig until one answers; give the flags of the server that select services, too (default: never)")
+	s.selection = pflag.NewFlagSet("", pflag.ContinueOnError)
+	s.registerServices(s.selection)
+	fs.AddFlagSet(s.selection)
 	s.registerLimit(fs)
+}
+
+// checkFallback returns an error if flags need --api-fallback, or do not work with it.
+func (s *Source) checkFallback(local bool) error {
+	switch {
+	case s.fallback < 0:
+		return usage.Errorf("--api-fallback must not be negative")
+	case s.fallback > 0 && !local:
+		return usage.Errorf("--api-fallback needs to-local")
+	case s.fallback > 0 || s.selection == nil:
+		return nil
+	}
+	var err error
+	s.selection.VisitAll(func(f *pflag.Flag) {
+		if f.Changed && err == nil {
+			err = usage.Errorf("with a kpng server, --%s needs --api-fallback, because the server selects services", f.Name)
+		}
+	})
+	return err
+}
+
+// fallbackOf returns what a client does while no server answers.
+func (s *Source) fallbackOf(node string) (*remote.Fallback, error) {
+	if s.fallback == 0 {
+		return nil, nil
+	}
+	config, err := kube.LoadConfig(string(s.api.kubeconfig))
+	if err != nil {
+		return nil, err
+	}
+	return &remote.Fallback{After: s.fallback, Watch: func(ctx context.Context, state *cluster.State) error {
+		return kube.Watch(ctx, state, kube.Options{Options: s.Services(), Config: config, NodeName: node})
+	}}, nil
 }
 
 // Services returns the options that say which services to select and which metadata to
@@ -272,7 +314,10 @@ func (s *Source) String() string {
 }
 
 func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) error {
-	dial, err := s.api.get()
+	dial, err := s.api.get(s.fallback > 0)
+	if err == nil {
+		err = s.checkFallback(false)
+	}
 	if err != nil {
 		return err
 	}
@@ -297,12 +342,19 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 
 func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	opts.State.MaxElements = s.MaxElements()
-	dial, err := s.api.get()
+	dial, err := s.api.get(s.fallback > 0)
+	if err == nil {
+		err = s.checkFallback(true)
+	}
 	switch {
 	case err != nil:
 		return nil, err
 	case len(s.api.dial.Addresses) > 0:
-		return newRemoteProxy(dial, opts)
+		fallback, err := s.fallbackOf(opts.NodeName)
+		if err != nil {
+			return nil, err
+		}
+		return newRemoteProxy(dial, fallback, opts)
 	}
 	opts.Kubeconfig, opts.Manifests, opts.Services = string(s.kubeconfig), string(s.manifests), s.Services()
 	return kpng.New(opts)
@@ -316,7 +368,7 @@ type apiFlags struct {
 
 func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
 	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "read from the kpng server at this `address`, tcp://host:port or unix:///path; service://NAMESPACE/NAME[:PORT] means the endpoints of a Service, with the name of its port; if several addresses are given, they are tried in turn")
-	fs.Var(&f.kubeconfig, "api-kubeconfig", "find the endpoints of service:// at the API server of this kubeconfig `file` (default: "+defaultAPIServer+")")
+	fs.Var(&f.kubeconfig, "api-kubeconfig", "find the endpoints of service://, and read with --api-fallback, at the API server of this kubeconfig `file` (default: "+defaultAPIServer+")")
 	fs.StringVar(&f.tls.CAFile, "api-tls-ca-file", "", "`file` with the authorities that sign the server's certificate; TLS needs this and the next two")
 	fs.StringVar(&f.tls.CertFile, "api-tls-cert-file", "", "`file` with this client's certificate")
 	fs.StringVar(&f.tls.KeyFile, "api-tls-key-file", "", "`file` with the certificate's key")
@@ -325,8 +377,8 @@ func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
 }
 
 // get returns the options of the connection. It returns an error if --api is missing and
-// a flag is set that needs --api.
-func (f *apiFlags) get() (remote.DialOptions, error) {
+// a flag is set that needs --api. fallback: the flag --api-fallback needs the API server.
+func (f *apiFlags) get(fallback bool) (remote.DialOptions, error) {
 	opts, tls := f.dial, f.tls
 	opts.Addresses = nil
 	var services []serverService
@@ -349,8 +401,8 @@ func (f *apiFlags) get() (remote.DialOptions, error) {
 		return opts, usage.Errorf("--api is empty")
 	case len(f.dial.Addresses) == 0 && (opts.TLS != nil || opts.Insecure || f.kubeconfig != ""):
 		return opts, usage.Errorf("the flags --api-… need --api")
-	case len(services) == 0 && f.kubeconfig != "":
-		return opts, usage.Errorf("--api-kubeconfig needs an --api address of the form service://NAMESPACE/NAME")
+	case len(services) == 0 && f.kubeconfig != "" && !fallback:
+		return opts, usage.Errorf("--api-kubeconfig needs --api-fallback, or an --api address of the form service://NAMESPACE/NAME")
 	case len(services) > 1:
 		return opts, usage.Errorf("--api has more than one service:// address")
 	case len(services) == 1:

@@ -63,6 +63,7 @@ func TestSlowPeersLeaveTurnsToOthers(t *testing.T) {
 		began := time.Now()
 		for late.turns == 0 {
 			time.Sleep(time.Second)
+			synctest.Wait()
 		}
 		if took := time.Since(began); took > 5*maxTurn || late.notices < 2 {
 			t.Errorf("a turn after %v and %d notices", took, late.notices)

@@ -5,6 +5,7 @@ package remote
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,7 +18,7 @@ type taker struct {
 	b    *beginnings
 	peer *semaphore.Weighted
 	// The number of turns, and of notices.
-	turns, notices int
+	turns, notices atomic.Int64
 }
 
 func newTaker(b *beginnings) *taker {
@@ -28,8 +29,8 @@ func newTaker(b *beginnings) *taker {
 func (p *taker) take(ctx context.Context, n int) {
 	for range n {
 		go func() {
-			if _, err := p.b.turn(ctx, p.peer, func() error { p.notices++; return nil }); err == nil {
-				p.turns++
+			if _, err := p.b.turn(ctx, p.peer, func() error { p.notices.Add(1); return nil }); err == nil {
+				p.turns.Add(1)
 			}
 		}()
 		synctest.Wait()
@@ -49,24 +50,24 @@ func TestSlowPeersLeaveTurnsToOthers(t *testing.T) {
 		slow, good := newTaker(b), newTaker(b)
 		slow.take(ctx, 32)
 		good.take(ctx, 1)
-		if slow.turns != maxTurnsPerPeer || good.turns != 1 {
-			t.Errorf("the slow peer has %d turns, the other %d", slow.turns, good.turns)
+		if slow.turns.Load() != maxTurnsPerPeer || good.turns.Load() != 1 {
+			t.Errorf("the slow peer has %d turns, the other %d", slow.turns.Load(), good.turns.Load())
 		}
 		for range 12 {
 			newTaker(b).take(ctx, 32)
 		}
 		late := newTaker(b)
 		late.take(ctx, 1)
-		if late.turns != 0 {
+		if late.turns.Load() != 0 {
 			t.Error("more than 32 turns")
 		}
 		began := time.Now()
-		for late.turns == 0 {
+		for late.turns.Load() == 0 {
 			time.Sleep(time.Second)
 			synctest.Wait()
 		}
-		if took := time.Since(began); took > 5*maxTurn || late.notices < 2 {
-			t.Errorf("a turn after %v and %d notices", took, late.notices)
+		if took := time.Since(began); took > 5*maxTurn || late.notices.Load() < 2 {
+			t.Errorf("a turn after %v and %d notices", took, late.notices.Load())
 		}
 	})
 }

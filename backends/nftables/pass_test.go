@@ -388,7 +388,8 @@ func TestDriftOfALargeTable(t *testing.T) {
 			for _, restart := range []bool{false, true} {
 				t.Run(fmt.Sprintf("%s %s, restart=%t", mapID{kind: kind, family: api.IPv4}.name(), edit, restart), func(t *testing.T) {
 					b, ns := start(t, Options{})
-					b.table.maxDumped = 3
+					waitReadAhead(b)
+					b.table.maxDumped, b.table.ahead = 3, nil
 					mustSync(t, b, batch(true, false, services[:1]...), batch(false, true, services[1:]...))
 					if err := verifyAll(t, b); err != nil {
 						t.Fatal(err)

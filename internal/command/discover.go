@@ -127,7 +127,7 @@ func (s serverService) addresses(list []discoveryv1.EndpointSlice) ([]string, er
 		}
 	}
 	if s.port == "" && len(ports) > 1 {
-		return nil, fmt.Errorf("Service %s has several ports; append the name of a port to %s", s.key, s)
+		return nil, fmt.Errorf("several ports in Service %s: append the name of a port to %s", s.key, s)
 	}
 	if len(ready) == 0 {
 		ready = other

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -313,6 +314,7 @@ func TestServerThatClosesConnectionsCausesBackoff(t *testing.T) {
 func TestServersAreFound(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var (
+			mu        sync.Mutex // the test holds it, except while it waits
 			found     []string
 			failed    error
 			lists     int
@@ -321,6 +323,8 @@ func TestServersAreFound(t *testing.T) {
 			at        string
 		)
 		d, err := transport.NewDialer(transport.DialOptions{Discover: func(context.Context) ([]string, error) {
+			mu.Lock()
+			defer mu.Unlock()
 			lists++
 			return slices.Clone(found), failed
 		}})
@@ -328,13 +332,17 @@ func TestServersAreFound(t *testing.T) {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
+		mu.Lock()
 		ended := make(chan error)
 		lose := make(chan struct{})
 		go func() {
 			ended <- d.Stay(ctx, func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
+				mu.Lock()
 				at = port(conn)
 				connected[at]++
-				if !alive[at] {
+				dead := !alive[at]
+				mu.Unlock()
+				if dead {
 					return errors.New("dead")
 				}
 				heard(true, false)
@@ -345,10 +353,15 @@ func TestServersAreFound(t *testing.T) {
 				return errors.New("lost")
 			})
 		}()
-		after := func(wait time.Duration, want string) {
-			t.Helper()
+		sleep := func(wait time.Duration) {
+			mu.Unlock()
 			time.Sleep(wait)
 			synctest.Wait()
+			mu.Lock()
+		}
+		after := func(wait time.Duration, want string) {
+			t.Helper()
+			sleep(wait)
 			if at != want {
 				t.Errorf("connected to %q, want %q", at, want)
 			}
@@ -366,7 +379,7 @@ func TestServersAreFound(t *testing.T) {
 		// The server dies while the list is not readable. The client keeps the list.
 		failed, alive["1"] = errors.New("the API server is down"), false
 		lose <- struct{}{}
-		time.Sleep(time.Minute)
+		sleep(time.Minute)
 		alive["1"] = true
 		after(time.Minute, "1")
 		// Another server replaces the first one.
@@ -377,13 +390,14 @@ func TestServersAreFound(t *testing.T) {
 		found, alive["3"] = []string{"127.0.0.1:2", "127.0.0.1:3"}, true
 		clear(connected)
 		for range 100 {
-			time.Sleep(30 * time.Minute)
+			sleep(30 * time.Minute)
 			lose <- struct{}{}
 		}
-		time.Sleep(time.Minute)
+		sleep(time.Minute)
 		if connected["2"] < 20 || connected["3"] < 20 {
 			t.Errorf("reconnected to %v", connected)
 		}
+		mu.Unlock()
 		cancel()
 		if err := <-ended; !errors.Is(err, context.Canceled) {
 			t.Error(err)

@@ -5,7 +5,6 @@ package remote_test
 import (
 	"bytes"
 	"compress/flate"
-	"context"
 	"slices"
 	"testing"
 
@@ -16,7 +15,6 @@ import (
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 )
 
 // Clients begin after more and more changes, and then go on to other servers. Each client
@@ -108,17 +106,8 @@ func TestInvalidDigestsAreIgnored(t *testing.T) {
 // resets reports whether the first answer to a request with the digests has a Reset.
 func resets(t *testing.T, address, node string, have *localv1.Digests) (reset bool) {
 	t.Helper()
-	ctx, cancel := context.WithCancel(within(t))
-	defer cancel()
-	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
-	stream, err := localv1.NewSetsClient(conn).Watch(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
+	stream, end := openStream(t, address)
+	defer end()
 	if err := stream.Send(&localv1.WatchReq{NodeName: node, AllEndpoints: true, Batches: true, Packed: true, Have: have, Resumption: &localv1.WatchReq_Resume{}}); err != nil {
 		t.Fatal(err)
 	}

@@ -42,21 +42,29 @@ type packClient struct {
 	continued int
 }
 
-// begin receives a first answer. With the argument packed, the client sends Packed and, if
-// it already has an answer, digests.
-func (c *packClient) begin(t *testing.T, address string, packed bool) {
+// openStream begins a stream to a server, for requests that kpng's client does not send.
+func openStream(t *testing.T, address string) (stream localv1.Sets_WatchClient, end func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(within(t))
-	defer cancel()
 	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer conn.Close()
-	stream, err := localv1.NewSetsClient(conn).Watch(ctx)
-	if err != nil {
+	if stream, err = localv1.NewSetsClient(conn).Watch(ctx); err != nil {
 		t.Fatal(err)
 	}
+	return stream, func() {
+		conn.Close()
+		cancel()
+	}
+}
+
+// begin receives a first answer. With the argument packed, the client sends Packed and, if
+// it already has an answer, digests.
+func (c *packClient) begin(t *testing.T, address string, packed bool) {
+	t.Helper()
+	stream, end := openStream(t, address)
+	defer end()
 	request := &localv1.WatchReq{
 		NodeName: c.node, AllEndpoints: c.all, Frontends: c.frontends, Batches: true, Packed: packed,
 		Resumption: &localv1.WatchReq_Resume{},
@@ -245,17 +253,8 @@ func TestWaitingClientGetsEmptyMessages(t *testing.T) {
 	server, _ := serve(t, w.state, address, quick)
 	release := server.HoldTurns()
 	client, _ := follow(t, "n", address)
-	ctx, cancel := context.WithCancel(within(t))
-	defer cancel()
-	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
-	stream, err := localv1.NewSetsClient(conn).Watch(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
+	stream, end := openStream(t, address)
+	defer end()
 	if err := stream.Send(&localv1.WatchReq{NodeName: "n", Packed: true, Resumption: &localv1.WatchReq_Resume{}}); err != nil {
 		t.Fatal(err)
 	}
@@ -271,7 +270,7 @@ func TestWaitingClientGetsEmptyMessages(t *testing.T) {
 		synced = item.GetSync() != nil
 	}
 	for client.Views() == nil {
-		if ctx.Err() != nil {
+		if stream.Context().Err() != nil {
 			t.Fatal("the client has no answer")
 		}
 		time.Sleep(time.Millisecond)

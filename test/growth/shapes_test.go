@@ -271,8 +271,7 @@ var shapes = []shape{
 	}},
 }
 
-// large has objects that a tenant may write, in the sizes for which
-// docs/history/benchmarks.md has targets.
+// large has objects that a tenant may write. docs/history/benchmarks.md has results.
 var large = []shape{
 	{name: "16,000 services with one external IP and port", n: 16_000, objects: func(n, step int) []object {
 		return repeat(n, func(i int) []object {

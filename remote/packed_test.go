@@ -28,7 +28,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// packClient implements the first answer as docs/wire.md describes it, for all kinds of
+// packClient implements the first answer as docs/reference/wire.md describes it, for all kinds of
 // clients.
 type packClient struct {
 	node           string

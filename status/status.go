@@ -11,7 +11,7 @@
 //
 // These parameters of the query select what the response contains:
 //
-//   - output=json: JSON instead of HTML; docs/reference/wire.md describes it
+//   - output=json: JSON instead of HTML; docs/reference/json.md describes it
 //   - service=[NAMESPACE/]NAME: an explanation of this service, see [nodeview.Explain]
 //   - match=TEXT: only services whose namespace and name contain the text
 //   - after=NAMESPACE/NAME: only services after this one

@@ -185,7 +185,7 @@ func TestExplainNamesInvalidFields(t *testing.T) {
 }
 
 // TestAdditionsAreDocumented compares the fields that the command adds to explanations with
-// the table in docs/reference/wire.md.
+// the table in docs/reference/json.md.
 func TestAdditionsAreDocumented(t *testing.T) {
 	e := &nodeview.Explanation{Service: types.NamespacedName{Namespace: "default", Name: "web"}}
 	fields := func(a *answer) map[string]any {
@@ -206,7 +206,7 @@ func TestAdditionsAreDocumented(t *testing.T) {
 	for name := range fields(&answer{Explanation: e}) {
 		delete(added, name)
 	}
-	page, err := os.ReadFile("../../docs/reference/wire.md")
+	page, err := os.ReadFile("../../docs/reference/json.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -234,7 +234,7 @@ func TestAdditionsAreDocumented(t *testing.T) {
 	slices.Sort(documented)
 	slices.Sort(written)
 	if diff := cmp.Diff(documented, written); diff != "" {
-		t.Errorf("table in docs/reference/wire.md (-documented +written):\n%s", diff)
+		t.Errorf("table in docs/reference/json.md (-documented +written):\n%s", diff)
 	}
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package report has the JSON form of the status page, which docs/reference/wire.md
-// describes. Package status writes it, and the command kpng status reads it.
+// Package report has the JSON form of the status page. Package status writes it, and the
+// command kpng status reads it. docs/reference/json.md has the comments of the fields.
 package report
 
 import (
@@ -16,129 +16,133 @@ import (
 
 // Report is the JSON response about the whole program.
 type Report struct {
-	Program  string    `json:"program,omitempty"`
-	Time     time.Time `json:"time"`
-	Node     string    `json:"node,omitempty"`
-	Health   *Health   `json:"health,omitempty"`
-	Problems []string  `json:"problems"`
-	Source   Source    `json:"source"`
-	Sinks    []Sink    `json:"sinks,omitempty"`
-	Clients  *Clients  `json:"clients,omitempty"`
-	Changes  []Change  `json:"changes,omitempty"`
-	Services []Service `json:"services,omitempty"`
-	Next     string    `json:"next,omitempty"`
-	// Stats reports whether the program counts traffic. StatsError says why the services
-	// have no Traffic nevertheless.
-	Stats      bool   `json:"stats,omitempty"`
-	StatsError string `json:"statsError,omitempty"`
+	Program    string    `json:"program,omitempty"` // version of the program, Go version, platform
+	Time       time.Time `json:"time"`              // the present time of the program
+	Node       string    `json:"node,omitempty"`    // the program's node; missing for a server
+	Health     *Health   `json:"health,omitempty"`
+	Problems   []string  `json:"problems"` // a problem, in one sentence, and one for each of the first 20 refused services
+	Source     Source    `json:"source"`
+	Sinks      []Sink    `json:"sinks,omitempty"`
+	Clients    *Clients  `json:"clients,omitempty"`
+	Changes    []Change  `json:"changes,omitempty"`    // at most 50, the latest first
+	Services   []Service `json:"services,omitempty"`   // at most 1,000, by namespace and name
+	Next       string    `json:"next,omitempty"`       // parameter `after` for the next services
+	Stats      bool      `json:"stats,omitempty"`      // the program counts traffic (--stats)
+	StatsError string    `json:"statsError,omitempty"` // why the traffic is missing nevertheless
 }
 
 // Health is the health of the program, see health.Report.
 type Health struct {
-	Synced       bool `json:"synced"`
-	Stuck        bool `json:"stuck"`
-	NodeEligible bool `json:"nodeEligible"`
+	Synced       bool `json:"synced"`       // each sink has programmed all services, except failing ones
+	Stuck        bool `json:"stuck"`        // a sink with pending work has made no progress for two minutes
+	NodeEligible bool `json:"nodeEligible"` // load balancers may use the node
 }
 
 // Source is the state of the program's source.
 type Source struct {
-	Name       string    `json:"name,omitempty"`
-	Synced     bool      `json:"synced"`
-	Stale      bool      `json:"stale"`
-	Revision   uint64    `json:"revision"`
-	LastChange time.Time `json:"lastChange,omitzero"`
-	Services   int       `json:"services"`
-	Slices     int       `json:"slices"`
-	Nodes      int       `json:"nodes"`
-	Refused    int       `json:"refused"`
+	Name       string    `json:"name,omitempty"`      // where the state comes from
+	Synced     bool      `json:"synced"`              // it has delivered the whole state once
+	Stale      bool      `json:"stale"`               // it lost its connection more than three minutes ago
+	Revision   uint64    `json:"revision"`            // revision of the state; begins again after a restart
+	LastChange time.Time `json:"lastChange,omitzero"` // when the state last changed
+	Services   int       `json:"services"`            // services
+	Slices     int       `json:"slices"`              // EndpointSlices; 0 for clients of a server
+	Nodes      int       `json:"nodes"`               // Node objects; 0 for clients of a server
+	Refused    int       `json:"refused"`             // services that are too large or have invalid fields
 }
 
 // Sink is the state of a sink, as in sink.Status.
 type Sink struct {
-	Name            string    `json:"name,omitempty"`
-	Revision        uint64    `json:"revision"`
-	Passes          uint64    `json:"passes"`
-	Syncs           uint64    `json:"syncs"`
-	LastPass        time.Time `json:"lastPass,omitzero"`
-	LastSync        time.Time `json:"lastSync,omitzero"`
+	Name     string    `json:"name,omitempty"`    // the name of the sink
+	Revision uint64    `json:"revision"`          // revision that it has programmed
+	Passes   uint64    `json:"passes"`            // passes that delivered all services
+	Syncs    uint64    `json:"syncs"`             // acknowledged syncs, also those with failed services
+	LastPass time.Time `json:"lastPass,omitzero"` // the end of the last pass
+	LastSync time.Time `json:"lastSync,omitzero"` // the end of the last acknowledged sync
+	// When it last read a service or returned from a sync, unless syncs fail as a whole.
 	LastProgress    time.Time `json:"lastProgress,omitzero"`
-	WaitingSince    time.Time `json:"waitingSince,omitzero"`
-	SyncingSince    time.Time `json:"syncingSince,omitzero"`
-	Error           string    `json:"error,omitempty"`
-	Failures        int       `json:"failures,omitempty"`
-	NextAttempt     time.Time `json:"nextAttempt,omitzero"`
-	NodeError       string    `json:"nodeError,omitempty"`
-	Pending         int       `json:"pending"`
-	PendingServices []string  `json:"pendingServices,omitempty"`
-	Failing         int       `json:"failing"`
-	FailingServices []Failure `json:"failingServices,omitempty"`
+	WaitingSince    time.Time `json:"waitingSince,omitzero"`     // since when work waits
+	SyncingSince    time.Time `json:"syncingSince,omitzero"`     // begin of the present sync
+	Error           string    `json:"error,omitempty"`           // error of the last sync that failed as a whole, or of the source
+	Failures        int       `json:"failures,omitempty"`        // such failures in a row
+	NextAttempt     time.Time `json:"nextAttempt,omitzero"`      // next retry
+	NodeError       string    `json:"nodeError,omitempty"`       // why the sink refuses the Node object
+	Pending         int       `json:"pending"`                   // services not acknowledged
+	PendingServices []string  `json:"pendingServices,omitempty"` // the first 100, in the order of delivery
+	Failing         int       `json:"failing"`                   // services that it fails to program
+	FailingServices []Failure `json:"failingServices,omitempty"` // the first 1,000
 }
 
 // Failure is the failure of a service in a sink.
 type Failure struct {
-	Sink      string    `json:"sink,omitempty"`
-	Service   string    `json:"service"`
-	Error     string    `json:"error"`
-	Failures  int       `json:"failures"`
-	NextRetry time.Time `json:"nextRetry"`
+	Sink      string    `json:"sink,omitempty"` // the name of the sink, in the object of one service
+	Service   string    `json:"service"`        // namespace/name
+	Error     string    `json:"error"`          // the error, at most 4 KB
+	Failures  int       `json:"failures"`       // failures in a row
+	NextRetry time.Time `json:"nextRetry"`      // when the driver tries again
 }
 
 // Clients summarizes the clients of a server.
 type Clients struct {
-	Streams       int      `json:"streams"`
-	Nodes         int      `json:"nodes"`
-	Behind        int      `json:"behind"`
-	BehindSeconds float64  `json:"behindSeconds"`
-	Slowest       []Client `json:"slowest,omitempty"`
+	Streams       int      `json:"streams"`           // open streams of the server
+	Nodes         int      `json:"nodes"`             // nodes of the clients
+	Behind        int      `json:"behind"`            // streams that do not have all changes
+	BehindSeconds float64  `json:"behindSeconds"`     // the maximum of them
+	Slowest       []Client `json:"slowest,omitempty"` // at most 50, the lowest revision first
 }
 
 // Client is a client of a server.
 type Client struct {
-	Node          string    `json:"node,omitempty"`
-	Peer          string    `json:"peer"`
-	Since         time.Time `json:"since"`
-	Revision      uint64    `json:"revision"`
-	BehindSeconds float64   `json:"behindSeconds"`
+	Node          string    `json:"node,omitempty"` // missing if the client reads the whole cluster
+	Peer          string    `json:"peer"`           // certificate or address
+	Since         time.Time `json:"since"`          // first request
+	Revision      uint64    `json:"revision"`       // revision of the client; 0 if it has none
+	BehindSeconds float64   `json:"behindSeconds"`  // age of the oldest change that it lacks
 }
 
 // Change is the last change of a service.
 type Change struct {
-	Service  string    `json:"service"`
-	Revision uint64    `json:"revision"`
-	Time     time.Time `json:"time,omitzero"`
-	Deleted  bool      `json:"deleted,omitempty"`
+	Service  string    `json:"service"`           // namespace/name
+	Revision uint64    `json:"revision"`          // revision of its last change
+	Time     time.Time `json:"time,omitzero"`     // missing if it is not among the last 256 changes
+	Deleted  bool      `json:"deleted,omitempty"` // the service was deleted
 }
 
 // Service is a service in the node's view.
 type Service struct {
-	Service   string          `json:"service"`
-	Type      api.ServiceType `json:"type"`
-	Addresses []string        `json:"addresses,omitempty"`
-	Ports     []string        `json:"ports,omitempty"`
-	Endpoints int             `json:"endpoints"`
-	Local     int             `json:"local"`
-	Draining  int             `json:"draining,omitempty"`
-	Lost      int             `json:"lost,omitempty"`
-	Refused   bool            `json:"refused,omitempty"`
-	Failing   bool            `json:"failing,omitempty"`
-	Traffic   []Traffic       `json:"traffic,omitempty"` // by port
+	Service string          `json:"service"` // namespace/name
+	Type    api.ServiceType `json:"type"`    // type of the Service
+	// Cluster IPs, load-balancer IPs and external IPs: at most 100 and, for example, "7 more".
+	Addresses []string `json:"addresses,omitempty"`
+	Ports     []string `json:"ports,omitempty"`    // port/protocol, or all; at most 100
+	Endpoints int      `json:"endpoints"`          // endpoints that the node uses
+	Local     int      `json:"local"`              // those on the node
+	Draining  int      `json:"draining,omitempty"` // those with existing connections only
+	Lost      int      `json:"lost,omitempty"`     // addresses and ports that another service has
+	// The present version is refused, or a part of it; other fields are about what is served.
+	Refused bool      `json:"refused,omitempty"`
+	Failing bool      `json:"failing,omitempty"` // a sink fails to program it
+	Traffic []Traffic `json:"traffic,omitempty"` // the first 100 service ports
 }
 
-// Traffic has the numbers of a service port, or of one of its endpoints. A number is -1 if
-// the dataplane does not count it, see backends.Stats.
+// Traffic has the numbers of a service port, or of one of its endpoints, see backends.Stats.
 type Traffic struct {
 	TrafficID
+	// New connections. This number and the next three are -1 if the dataplane does not
+	// count them. They may begin again when the service or its endpoints change, and
+	// when the program starts.
 	Connections int64 `json:"connections"`
-	Active      int64 `json:"active"`
-	FromClients int64 `json:"fromClients"`
-	ToClients   int64 `json:"toClients"`
+	Active      int64 `json:"active"`      // connections that are open
+	FromClients int64 `json:"fromClients"` // bytes from clients, with or without headers, depending on the backend
+	ToClients   int64 `json:"toClients"`   // bytes to clients
 }
 
-// TrafficID names a service port, or one of its endpoints. An all-ports service has no port
-// and no protocol.
+// TrafficID names a service port, or one of its endpoints.
 type TrafficID struct {
-	Port     string         `json:"port,omitempty"`
-	Protocol string         `json:"protocol,omitempty"`
+	Port     string `json:"port,omitempty"`     // the name of the service port; missing if the port has no name
+	Protocol string `json:"protocol,omitempty"` // TCP, UDP or SCTP; missing for an all-ports service
+	// Address and port of the endpoint, in the object of one service. The port is 0 for an
+	// all-ports service.
 	Endpoint netip.AddrPort `json:"endpoint,omitzero"`
 }
 
@@ -193,15 +197,18 @@ func LocalEndpoints(view *api.View) int {
 
 // ServiceReport is the JSON response for one service.
 type ServiceReport struct {
-	Service     string                `json:"service"`
+	Service string `json:"service"` // namespace/name
+	// An [explanation](#explanations), or null. A client of a kpng server does not know the
+	// reasons.
 	Explanation *nodeview.Explanation `json:"explanation"`
-	Text        string                `json:"text,omitempty"`
-	Refused     string                `json:"refused,omitempty"`
-	Failures    []Failure             `json:"failures,omitempty"`
-	// Stats and StatsError are those of Report.
-	Stats      bool      `json:"stats,omitempty"`
-	StatsError string    `json:"statsError,omitempty"`
-	Traffic    []Traffic `json:"traffic,omitempty"` // by port and endpoint
+	Text        string                `json:"text,omitempty"` // the explanation for people, as kpng explain prints it
+	// Why the present version of the service is refused, or a part of it. The explanation is
+	// about what is served.
+	Refused    string    `json:"refused,omitempty"`
+	Failures   []Failure `json:"failures,omitempty"`   // the failure of the service in each sink
+	Stats      bool      `json:"stats,omitempty"`      // the program counts traffic (--stats)
+	StatsError string    `json:"statsError,omitempty"` // why the traffic is missing nevertheless
+	Traffic    []Traffic `json:"traffic,omitempty"`    // the traffic of each endpoint of each service port
 }
 
 // Age describes the time t relative to now in a few words.

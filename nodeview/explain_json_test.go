@@ -17,7 +17,7 @@ import (
 )
 
 // TestExplanationsAreDocumented compares the JSON of an explanation that has all fields with
-// the table in docs/reference/wire.md.
+// the table in docs/reference/json.md.
 func TestExplanationsAreDocumented(t *testing.T) {
 	key := types.NamespacedName{Namespace: "default", Name: "web"}
 	port := &api.PortMapping{Protocol: api.TCP, Port: 80}
@@ -49,7 +49,7 @@ func TestExplanationsAreDocumented(t *testing.T) {
 	got := map[string]bool{}
 	addPaths(got, "", explanation)
 
-	page, err := os.ReadFile("../docs/reference/wire.md")
+	page, err := os.ReadFile("../docs/reference/json.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +61,7 @@ func TestExplanationsAreDocumented(t *testing.T) {
 		documented = append(documented, strings.Split(fields, ", ")...)
 	}
 	if diff := cmp.Diff(slices.Sorted(slices.Values(documented)), slices.Sorted(maps.Keys(got))); diff != "" {
-		t.Errorf("table in docs/reference/wire.md (-documented +written):\n%s", diff)
+		t.Errorf("table in docs/reference/json.md (-documented +written):\n%s", diff)
 	}
 }
 

@@ -3,19 +3,26 @@
 package statuspage_test
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	gotypes "go/types"
 	"maps"
 	"net/netip"
 	"os"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
+	gocmp "github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
@@ -24,6 +31,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
+
+var update = flag.Bool("update", false, "write the tables of docs/reference/json.md")
 
 // complete returns a handler whose reports have all fields.
 func complete() *statuspage.Handler {
@@ -87,28 +96,91 @@ func paths(to map[string]bool, path string, v any) {
 	to[path] = true
 }
 
-// documented returns the first column of the table in docs/reference/wire.md whose first
-// heading is given.
-func documented(t *testing.T, heading string) []string {
+// fields appends the rows of the fields of a struct of package report to a table, with
+// the names under prefix. It does not look into the types that have tables of their own.
+func fields(structs map[string]*ast.StructType, table, prefix, name string) string {
+	kinds := map[string]string{
+		"int": "number", "int64": "number", "uint64": "number", "float64": "number", "bool": "boolean",
+		"time.Time": "time", "Failure": "failure", "Traffic": "traffic", "nodeview.Explanation": "object",
+	}
+	for _, f := range structs[name].Fields.List {
+		kind := gotypes.ExprString(f.Type)
+		if f.Tag == nil { // embedded
+			table = fields(structs, table, prefix, kind)
+			continue
+		}
+		key, _, _ := strings.Cut(reflect.StructTag(strings.Trim(f.Tag.Value, "`")).Get("json"), ",")
+		path := prefix + key
+		if strings.HasPrefix(kind, "[]") {
+			path += "[]"
+		}
+		kind = strings.TrimLeft(kind, "[]*")
+		text := strings.Join(strings.Fields(f.Comment.Text()), " ")
+		if doc := strings.Join(strings.Fields(f.Doc.Text()), " "); doc != "" {
+			text = strings.ToLower(doc[:1]) + strings.TrimSuffix(doc[1:], ".")
+		}
+		inner := structs[kind] != nil && kinds[kind] == ""
+		if inner {
+			kinds[kind] = "object"
+		}
+		if !inner || text != "" {
+			table += fmt.Sprintf("| %s | %s | %s |\n", path, cmp.Or(kinds[kind], "string"), text)
+		}
+		if inner {
+			table = fields(structs, table, path+".", kind)
+		}
+	}
+	return table
+}
+
+// tables returns the tables of docs/reference/json.md about the status page, by what they
+// describe.
+func tables(t *testing.T) map[string]string {
 	t.Helper()
-	text, err := os.ReadFile("../../docs/reference/wire.md")
+	file, err := parser.ParseFile(token.NewFileSet(), "../report/report.go", nil, parser.ParseComments)
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, table, found := strings.Cut(string(text), "\n| "+heading+" | type | meaning |\n|---|---|---|\n")
-	if !found {
-		t.Fatalf("no table of %q", heading)
+	structs := map[string]*ast.StructType{}
+	ast.Inspect(file, func(n ast.Node) bool {
+		if spec, ok := n.(*ast.TypeSpec); ok {
+			structs[spec.Name.Name], _ = spec.Type.(*ast.StructType)
+		}
+		return true
+	})
+	return map[string]string{
+		"field": fields(structs, "", "", "Report"), "field of a service": fields(structs, "", "", "ServiceReport"),
+		"field of a failure": fields(structs, "", "", "Failure"), "field of traffic": fields(structs, "", "", "Traffic"),
 	}
-	table, _, _ = strings.Cut(table, "\n\n")
-	var fields []string
-	for row := range strings.Lines(table) {
-		field, _, _ := strings.Cut(strings.TrimPrefix(row, "| "), " |")
-		fields = append(fields, field)
-	}
-	return slices.Sorted(slices.Values(fields))
 }
 
+// TestJSONIsDocumented compares docs/reference/json.md with the comments of package report,
+// and these with the JSON that is served. This command writes the tables of the page:
+//
+//	go test ./internal/statuspage -run TestJSONIsDocumented -update
 func TestJSONIsDocumented(t *testing.T) {
+	const file = "../../docs/reference/json.md"
+	page, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fresh, all := string(page), tables(t)
+	for heading, table := range all {
+		before, rest, found := strings.Cut(fresh, "\n| "+heading+" | type | meaning |\n|---|---|---|\n")
+		_, after, found2 := strings.Cut(rest, "\n\n")
+		if !found || !found2 {
+			t.Fatalf("%s has no table of %q", file, heading)
+		}
+		fresh = before + "\n| " + heading + " | type | meaning |\n|---|---|---|\n" + table + "\n" + after
+	}
+	if *update {
+		if err := os.WriteFile(file, []byte(fresh), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	} else if diff := gocmp.Diff(string(page), fresh); diff != "" {
+		t.Errorf("%s is not fresh; write it with: go test ./internal/statuspage -run TestJSONIsDocumented -update\n%s", file, diff)
+	}
+
 	h := complete()
 	served := func(query ...string) (report map[string]any) {
 		return decode[map[string]any](t, get(h, append(query, "output", "json")...))
@@ -125,9 +197,16 @@ func TestJSONIsDocumented(t *testing.T) {
 		for _, v := range value.([]any) {
 			paths(got, "", v)
 		}
-		if diff := cmp.Diff(documented(t, heading), slices.Sorted(maps.Keys(got))); diff != "" {
+		var documented []string
+		for row := range strings.Lines(all[heading]) {
+			if cells := strings.Split(row, " | "); cells[1] != "object" || cells[0] == "| explanation" {
+				documented = append(documented, strings.TrimPrefix(cells[0], "| "))
+			}
+		}
+		slices.Sort(documented)
+		if diff := gocmp.Diff(documented, slices.Sorted(maps.Keys(got))); diff != "" {
 			text, err := json.MarshalIndent(value, "", " ")
-			t.Errorf("table of %q in docs/reference/wire.md (-documented +served):\n%s\nserved %s, error %v", heading, diff, text, err)
+			t.Errorf("table of %q (-documented +served):\n%s\nserved %s, error %v", heading, diff, text, err)
 		}
 	}
 	if s := fmt.Sprint(served("service", "default/web")["refused"]); !strings.HasPrefix(s, "too large: it needs") {

@@ -15,8 +15,8 @@
 //		fmt.Println(f.FrontendKey, f.Elsewhere, f.Node)
 //	}
 //
-// docs/reference/semantics.md contains the rules. For each rule, it names the tests of the rule and
-// the function that implements the rule.
+// docs/reference/semantics.md contains the rules. The file rules_test.go names the functions that
+// implement each rule, and its tests.
 package nodeview
 
 import (

@@ -15,61 +15,97 @@ import (
 	"testing"
 )
 
-// TestEveryRuleHasItsTest compares docs/reference/semantics.md with the code. If the last column of
-// a table is "Test", each row of the table must name a test or the conformance kit in
-// this column. Every function, test and case that a row names must exist.
+// TestEveryRuleHasItsTest compares docs/reference/semantics.md with the list of rules, and this
+// list with the code. Each item of a list in the page, and each row of the table of
+// differences, is a rule. It must be in the list of rules, with a function and a test that exist.
 func TestEveryRuleHasItsTest(t *testing.T) {
 	code := readCode(t, "..")
-	text, err := os.ReadFile("../docs/reference/semantics.md")
+	page, err := os.ReadFile("../docs/reference/semantics.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	quoted := regexp.MustCompile("`([^`]+)`")
-	var header []string // header of the current table; nil if its last column is not "Test"
-	rules := 0
-	for n, line := range strings.Split(string(text), "\n") {
-		cells := strings.Split(strings.Trim(line, "| "), " | ")
-		switch {
-		case !strings.HasPrefix(line, "|"):
-			header = nil
-			continue
-		case cells[len(cells)-1] == "Test":
-			header = cells
-			continue
-		case header == nil || strings.HasPrefix(line, "|---"):
-			continue
-		case len(cells) != len(header):
-			t.Errorf("line %d: %d cells, want %d", n+1, len(cells), len(header))
-			continue
-		}
-		rules++
-		if header[1] == "Function" {
-			for _, name := range quoted.FindAllStringSubmatch(cells[1], -1) {
-				if !code.hasFunction(name[1]) {
-					t.Errorf("line %d: function %s does not exist", n+1, name[1])
+	found := rulesOf(string(page))
+	known := 0
+	for _, s := range rules {
+		known += len(s.rules)
+		for i, r := range s.rules {
+			if i >= len(found[s.section]) || !strings.HasPrefix(found[s.section][i], r.begins) {
+				t.Fatalf("section %q: rule %d begins with %q in rules_test.go, but the page has the rules:\n%s",
+					s.section, i+1, r.begins, strings.Join(found[s.section], "\n"))
+			}
+			functions := strings.Fields(r.functions)
+			if len(functions) == 0 && s.section != "Where kpng differs from kube-proxy" {
+				t.Errorf("section %q: rule %q has no function", s.section, r.begins)
+			}
+			for _, name := range functions {
+				if !code.hasFunction(name) {
+					t.Errorf("section %q: rule %q: function %s does not exist", s.section, r.begins, name)
+				}
+			}
+			if len(r.tests) == 0 {
+				t.Errorf("section %q: rule %q has no test", s.section, r.begins)
+			}
+			for _, name := range r.tests {
+				if !code.hasTest(name) {
+					t.Errorf("section %q: rule %q: test %s does not exist", s.section, r.begins, name)
 				}
 			}
 		}
-		last := cells[len(cells)-1]
-		tests := quoted.FindAllStringSubmatch(last, -1)
-		if len(tests) == 0 && last != "*Conformance*" {
-			t.Errorf("line %d: no test: %s", n+1, last)
+		if n := len(found[s.section]); n != len(s.rules) {
+			t.Errorf("section %q has %d rules, but rules_test.go has %d", s.section, n, len(s.rules))
 		}
-		for _, name := range tests {
-			if !code.hasTest(name[1]) {
-				t.Errorf("line %d: test %s does not exist", n+1, name[1])
-			}
-		}
+		delete(found, s.section)
 	}
-	if rules < 80 {
-		t.Errorf("found only %d rules", rules)
+	for section, texts := range found {
+		t.Errorf("rules_test.go lacks the rules of section %q: %q", section, texts)
+	}
+	if known < 80 {
+		t.Errorf("found only %d rules", known)
 	}
 }
 
-// code holds the names that docs/reference/semantics.md may use.
+// rulesOf returns the rules of a page by section, each as one line without marks of Markdown.
+func rulesOf(page string) map[string][]string {
+	all := map[string][]string{}
+	section := ""
+	inItem, differences := false, false
+	plain := strings.NewReplacer("`", "", "*", "")
+	link := regexp.MustCompile(`\[([^\]]*)\]\([^)]*\)`)
+	for line := range strings.Lines(page) {
+		line = strings.TrimSuffix(line, "\n")
+		item, begins := strings.CutPrefix(line, "* ")
+		rest, continues := strings.CutPrefix(line, "  ")
+		switch {
+		case strings.HasPrefix(line, "#"):
+			section = strings.TrimLeft(line, "# ")
+		case begins:
+			all[section] = append(all[section], item)
+		case continues && inItem:
+			all[section][len(all[section])-1] += " " + rest
+		case strings.HasPrefix(line, "| Where |"):
+			differences = true
+		case strings.HasPrefix(line, "|---"):
+		case strings.HasPrefix(line, "|") && differences:
+			cell, _, _ := strings.Cut(strings.TrimPrefix(line, "| "), " | ")
+			all[section] = append(all[section], cell)
+		default:
+			differences = false
+		}
+		inItem = begins || continues && inItem
+	}
+	for _, texts := range all {
+		for i := range texts {
+			texts[i] = plain.Replace(link.ReplaceAllString(texts[i], "$1"))
+		}
+	}
+	return all
+}
+
+// code holds the names that the list of rules may use.
 type code struct {
 	functions map[string]bool            // package.function, package.Type.method and package.Type
 	tests     map[string]map[string]bool // package.test → the strings in the test, which include the names of cases
+	cases     map[string]bool            // of the conformance kit
 }
 
 func (c *code) hasFunction(name string) bool {
@@ -77,6 +113,9 @@ func (c *code) hasFunction(name string) bool {
 }
 
 func (c *code) hasTest(name string) bool {
+	if name, ok := strings.CutPrefix(name, "conformance/"); ok {
+		return c.cases[name]
+	}
 	// A slash before the dot belongs to the package path. A slash after the dot separates
 	// the test and its case.
 	dot := strings.Index(name, ".")
@@ -87,7 +126,7 @@ func (c *code) hasTest(name string) bool {
 
 // readCode parses all packages of the module at root.
 func readCode(t *testing.T, root string) *code {
-	c := &code{map[string]bool{}, map[string]map[string]bool{}}
+	c := &code{map[string]bool{}, map[string]map[string]bool{}, map[string]bool{}}
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {
 			return err
@@ -111,6 +150,9 @@ func readCode(t *testing.T, root string) *code {
 			return err
 		}
 		c.read(filepath.ToSlash(pkg), file, strings.HasSuffix(path, "_test.go"))
+		if pkg == "conformance" && strings.HasPrefix(d.Name(), "cases_") {
+			c.readCases(file)
+		}
 		return nil
 	})
 	if err != nil {
@@ -136,6 +178,20 @@ func (c *code) read(pkg string, file *ast.File, test bool) {
 			}
 		}
 	}
+}
+
+// readCases adds the names of the cases in a file of the conformance kit.
+func (c *code) readCases(file *ast.File) {
+	ast.Inspect(file, func(n ast.Node) bool {
+		if field, ok := n.(*ast.KeyValueExpr); ok {
+			if key, ok := field.Key.(*ast.Ident); ok && key.Name == "name" {
+				for name := range stringsIn(field.Value) {
+					c.cases[name] = true
+				}
+			}
+		}
+		return true
+	})
 }
 
 // receiver returns "Type." for a method of Type, and "" for a function.

@@ -110,32 +110,41 @@ func nightlyTable(results []partResult) string {
 	return text.String()
 }
 
-// describe returns the outcome, date, commit and circumstances of a result.
+// describe returns the outcome, date, commit and kernel of a result.
 func (r *result) describe() string {
 	outcome := r.Outcome
 	if r.Reason != "" {
 		outcome += ": " + r.Reason
 	}
-	return fmt.Sprintf("%s, %s, commit %s, Linux %s, load %g", outcome, r.Date.Format(time.DateOnly), r.Commit, r.Kernel, r.Machine.Load)
+	return fmt.Sprintf("%s, %s, commit %s, Linux %s", outcome, r.Date.Format(time.DateOnly), r.Commit, r.Kernel)
 }
 
 // conformanceTable lists the results of the conformance kit.
 func conformanceTable(results []partResult) string {
 	var text strings.Builder
-	text.WriteString("| part | last result | ok | not supported | ok, though declared not supported | not available here | failed |\n|---|---|---|---|---|---|---|\n")
+	var missing []string
 	for _, r := range results {
 		if !strings.HasPrefix(r.Name, "conformance-") && r.Name != "calibration" {
 			continue
 		}
 		if r.last == nil {
-			fmt.Fprintf(&text, "| `%s` | not run | | | | | |\n", r.Name)
+			missing = append(missing, "`"+r.Name+"`")
 			continue
+		}
+		if text.Len() == 0 {
+			text.WriteString("| part | last result | ok | not supported | ok, though declared not supported | not available here | failed |\n|---|---|---|---|---|---|---|\n")
 		}
 		fmt.Fprintf(&text, "| `%s` | %s |", r.Name, r.last.describe())
 		for _, outcome := range []string{"ok", "not-supported", "ok,-though-declared-not-supported", "not-available-here", "FAILED"} {
 			fmt.Fprintf(&text, " %s |", values(r.last.Figures, outcome))
 		}
 		text.WriteString("\n")
+	}
+	if len(missing) > 0 {
+		if text.Len() > 0 {
+			text.WriteString("\n")
+		}
+		fmt.Fprintf(&text, "Without a result: %s.\n", strings.Join(missing, ", "))
 	}
 	return text.String()
 }

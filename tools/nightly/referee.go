@@ -143,7 +143,7 @@ func refereePage(store store) (string, error) {
 		return cmp.Or(cmp.Compare(a.section, b.section), cmp.Compare(a.name, b.name))
 	})
 	for _, c := range cells {
-		link := "conformance.md#cases"
+		link := "cases.md"
 		if rule, ok := rules[c.section]; ok {
 			link = "semantics.md#" + rule
 		}

@@ -44,7 +44,7 @@ func demo() kpng.Options {
 	}
 }
 
-// The function names returns a sink whose Sync sends the names of all services to the
+// names returns a sink whose Sync sends the names of all services to the
 // channel.
 func names(to chan<- string) sink.Sink {
 	return sink.FullState(func(ctx context.Context, services []*api.View) error {

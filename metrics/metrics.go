@@ -98,7 +98,7 @@ func (m *Metrics) Sink(name string) sink.Observer {
 	}
 }
 
-// The type series holds those metrics of one sink that exist in kube-proxy, too.
+// series holds those metrics of one sink that exist in kube-proxy, too.
 type series struct {
 	full, partial, programming prometheus.Observer
 	lastQueued, pending        prometheus.Gauge

@@ -99,7 +99,7 @@ func parseCIDR(text string) (netip.Prefix, error) {
 	return cidr.Masked(), err
 }
 
-// The struct value implements pflag.Value. Its methods call the functions in its fields.
+// value implements pflag.Value. Its methods call the functions in its fields.
 type value struct {
 	show func() string
 	set  func(string) error

@@ -59,7 +59,7 @@ func (n *node) bind(at string) (c *net.UDPConn) {
 	return c
 }
 
-// The function service returns the view of service number i, with address 10.96.0.<i> and
+// service returns the view of service number i, with address 10.96.0.<i> and
 // the endpoints 10.0.1.<number>.
 func service(i int, numbers ...int) *api.View {
 	var addrs []string

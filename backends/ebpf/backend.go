@@ -22,7 +22,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// The type backend is the dataplane of this package. It programs services into another sink
+// backend is the dataplane of this package. It programs services into another sink
 // and into eBPF maps.
 type backend struct {
 	opts  Options

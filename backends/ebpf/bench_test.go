@@ -18,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The function numbered returns the view of a service that has a TCP port and the given
+// numbered returns the view of a service that has a TCP port and the given
 // number of endpoints.
 func numbered(number, endpoints int) *api.View {
 	var addrs []string

@@ -42,7 +42,7 @@ type dataplane struct {
 	// lastID is the ID of the last new list. The first ID is random, so that a process does
 	// not use the IDs of an earlier process.
 	lastID uint64
-	// The map left has the services with a frontend that did not fit into the maps. The map
+	// left has the services with a frontend that did not fit into the maps. The map
 	// tooLarge has the services that need more than their share of a map, with the reason.
 	left     map[types.NamespacedName]*leftover
 	tooLarge map[types.NamespacedName]string
@@ -140,8 +140,8 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// The method retry stops after maxMisfits services that still do not fit, because the map
-// left may have very many services.
+// maxMisfits limits the services that still do not fit, after which retry stops: the map left
+// may have very many services.
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.

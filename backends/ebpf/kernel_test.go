@@ -151,7 +151,7 @@ func (n *node) dial(in netnstest.Place, to string) (endpoint, peer string, err e
 	return string(name), c.RemoteAddr().String(), err
 }
 
-// The method reaches makes connections to a service, and returns the endpoints that they
+// reaches makes connections to a service, and returns the endpoints that they
 // reach.
 func (n *node) reaches(to string, connections int) (names []string) {
 	n.t.Helper()

@@ -141,7 +141,7 @@ type wanted struct {
 
 // endpointList is a list that a service needs.
 type endpointList struct {
-	// The field slots has the endpoints for new clients. The field members has the endpoints
+	// slots has the endpoints for new clients. members has the endpoints
 	// that existing clients may keep. One of both may be empty.
 	slots
 	members  []address

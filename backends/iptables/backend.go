@@ -29,7 +29,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// The type backend is the dataplane of this package. It serializes the calls of a driver and
+// backend is the dataplane of this package. It serializes the calls of a driver and
 // the updates of the node's addresses. It forwards changes to connection tracking. Its
 // rulesets read and write the rules.
 type backend struct {

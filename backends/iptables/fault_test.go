@@ -171,7 +171,7 @@ func TestLockHeldForHalfAMinute(t *testing.T) {
 	ended := make(chan error)
 	go func() { ended <- d.Run(ctx) }()
 	defer func() { cancel(); <-ended }()
-	// The function succeed waits for a successful Sync.
+	// succeed waits for a successful Sync.
 	succeed := func(what string) {
 		t.Helper()
 		var last error
@@ -1562,7 +1562,7 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 				},
 			},
 		})
-		// The function until receives results of Sync until the function ok returns true for a
+		// until receives results of Sync until the function ok returns true for a
 		// result. It fails the test if no result arrives for a minute.
 		until := func(what string, ok func(sink.SyncResult) bool) {
 			t.Helper()

@@ -21,7 +21,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// The function everything returns services that together need every kind of rule.
+// everything returns services that together need every kind of rule.
 func everything() []*api.View {
 	return []*api.View{
 		view("affinity", "10.96.0.3 fd00:96::3", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1 fd00::2", affinity),
@@ -33,7 +33,7 @@ func everything() []*api.View {
 	}
 }
 
-// The function wide returns services with many ports and endpoints. With those of
+// wide returns services with many ports and endpoints. With those of
 // everything, they need every kind of rule of large services.
 func wide() []*api.View {
 	return []*api.View{
@@ -68,7 +68,7 @@ func insideAndOut(o *Options) {
 	o.ClusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8")}
 }
 
-// The function foreign adds rules, chains and sets of another program.
+// foreign adds rules, chains and sets of another program.
 func foreign(t *testing.T, ns *netnstest.Namespace, flavour flavour) {
 	for _, family := range families {
 		ns.RunWith(t, `*nat

@@ -164,7 +164,7 @@ func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target
 	return known, random
 }
 
-// The method endpoint returns the target that sends packets of f to the endpoint e. If a
+// endpoint returns the target that sends packets of f to the endpoint e. If a
 // rule with this target must match the protocol, the result protocol is that match. A
 // connection of the endpoint to itself is masqueraded: by an element of a set or, if that
 // is not possible, by a rule of a chain, which then is the target. With counters, the

@@ -142,7 +142,7 @@ func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	t.changedChains[id] = true
 }
 
-// The method use adds n to the reference count of an element.
+// use adds n to the reference count of an element.
 func (t *ruleset) use(e element, n int) {
 	t.undo = append(t.undo, func() { t.addUsers(e, -n) })
 	t.addUsers(e, n)

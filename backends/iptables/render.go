@@ -115,7 +115,7 @@ func (r *rendered) add(table, name string, rules []string) {
 type environment struct {
 	// nodePorts are the addresses of node ports.
 	nodePorts []netip.Addr
-	// The field node has the addresses of the Node object, which affect source ranges.
+	// node has the addresses of the Node object, which affect source ranges.
 	node []netip.Addr
 	// pods are the CIDRs of pods.
 	pods []netip.Prefix
@@ -309,7 +309,7 @@ type serviceRenderer struct {
 	comments map[*api.PortMapping]string
 }
 
-// The method service returns the rules and elements that view needs. If view is nil,
+// service returns the rules and elements that view needs. If view is nil,
 // the result is empty. The argument last is the previous record of the service in the same
 // environment, or nil.
 func (r *renderer) service(view *api.View, last *record) *rendered {
@@ -386,7 +386,7 @@ type wrapper struct {
 	node, elsewhere string // the chains of lists
 }
 
-// The method translated returns the target in table nat for the packets of f. It returns
+// translated returns the target in table nat for the packets of f. It returns
 // "" if there is no endpoint for any packet. Frontends with the same lists share a chain.
 func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 	w := wrapper{masquerade: f.Masquerade, elsewhere: s.list(f, &f.Elsewhere)}
@@ -440,7 +440,7 @@ func (r *renderer) fromNode(end string) []string {
 	return rules
 }
 
-// The method untranslated returns the target in table filter for the packets of f that
+// untranslated returns the target in table filter for the packets of f that
 // table nat did not translate. It returns "" if these packets need no rule, or if a set
 // handles them.
 func (s *serviceRenderer) untranslated(f *nodeview.Frontend) string {

@@ -63,18 +63,18 @@ type ruleset struct {
 	// foreign has the rules of other programs that lead to chains of the instance, and that
 	// deleteForeign could not delete. The kernel keeps a chain while such a rule exists.
 	foreign []foreignRule
-	// The map held has the elements that existed when the pass began, by address. Until the
+	// held has the elements that existed when the pass began, by address. Until the
 	// call of prune, the map users counts one additional reference to each of these
 	// elements.
 	held map[string][]element
-	// The map delivered has the services that this pass has delivered until now. It is nil
+	// delivered has the services that this pass has delivered until now. It is nil
 	// while there is no pass; see holding.
 	delivered map[types.NamespacedName]bool
-	// The map counted has the chains that counted connections when the pass began. It is nil
+	// counted has the chains that counted connections when the pass began. It is nil
 	// while there is no pass.
 	counted map[string]counted
-	// The field broken is the error of the last call of begin, or nil. While broken is not
-	// nil, all services of this family fail. The field failures is the number of consecutive
+	// broken is the error of the last call of begin, or nil. While broken is not
+	// nil, all services of this family fail. failures is the number of consecutive
 	// calls of begin that failed.
 	broken   error
 	failures int

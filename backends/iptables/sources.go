@@ -36,7 +36,7 @@ type sourceList struct {
 // makes them larger.
 const sourceType = "hash:net hashsize 64"
 
-// The method restricted returns the rest of a rule of table mangle that drops packets to f
+// restricted returns the rest of a rule of table mangle that drops packets to f
 // from other sources than those that f admits. It returns "" if f admits all sources.
 // Table mangle is before table nat, so a rule of another program cannot translate such
 // packets first.

@@ -20,8 +20,8 @@ import (
 
 // frontendState is a virtual server, and the elements of the table that describe it.
 type frontendState struct {
-	// The field endpoints has the destinations that get new connections. In a record, the field
-	// existing is nil.
+	// wanted.endpoints are the destinations that get new connections. In a record,
+	// wanted.existing is nil.
 	wanted
 	protocol api.Protocol
 	elements []element

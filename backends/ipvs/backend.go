@@ -22,7 +22,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// The type backend is the dataplane of this package.
+// backend is the dataplane of this package.
 type backend struct {
 	opts  Options
 	owner ownership.Owner

@@ -82,7 +82,7 @@ type frontendPlan struct {
 // wanted is the wanted state of a virtual server.
 type wanted struct {
 	settings
-	// The field endpoints has the endpoints that get new connections, sorted. For UDP, the
+	// endpoints has the endpoints that get new connections, sorted. For UDP, the
 	// field existing has all endpoints to which flows may continue, sorted. Frontends with the
 	// same endpoints share the Go slices.
 	endpoints, existing []netip.AddrPort

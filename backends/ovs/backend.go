@@ -24,7 +24,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// The type backend is the dataplane of this package.
+// backend is the dataplane of this package.
 type backend struct {
 	opts  Options
 	owner ownership.Owner

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// The struct references has a reference count for each local address. The users of an
+// references has a reference count for each local address. The users of an
 // address are services, draining listeners, and leftovers of an earlier process.
 // Concurrent calls can add or remove different addresses at the same time.
 type references struct {
@@ -95,7 +95,7 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// The method counts returns true if users of addr are counted. Users of loopback
+// counts returns true if users of addr are counted. Users of loopback
 // addresses are not counted. Without Options.AddAddresses, no users are counted.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()

@@ -22,7 +22,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// The type backend is the dataplane of this package. It proxies in this process. After a
+// backend is the dataplane of this package. It proxies in this process. After a
 // stop, it cannot start again.
 type backend struct {
 	engine

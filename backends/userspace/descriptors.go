@@ -9,7 +9,7 @@ import (
 	"sync"
 )
 
-// The struct descriptors counts the file descriptors of this process. It is safe for
+// descriptors counts the file descriptors of this process. It is safe for
 // concurrent use.
 type descriptors struct {
 	mu   sync.Mutex
@@ -98,7 +98,7 @@ func (a *account) add(n int) {
 	}
 }
 
-// The method take takes n descriptors if the service may have them, or returns false.
+// take takes n descriptors if the service may have them, or returns false.
 func (a *account) take(n int) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -151,7 +151,7 @@ func (a *account) takeUnless(n int, ended <-chan struct{}) bool {
 	return false
 }
 
-// The method give gives back n descriptors.
+// give gives back n descriptors.
 func (a *account) give(n int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -63,7 +63,7 @@ func (e *engine) isMachines(addr netip.Addr) bool {
 	return found
 }
 
-// The method serves reports whether this process itself listens at endpoint, which is an
+// serves reports whether this process itself listens at endpoint, which is an
 // endpoint of p. A connection to such an endpoint would return to this process in an
 // endless loop.
 func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {

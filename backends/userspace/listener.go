@@ -34,7 +34,7 @@ func (p *socketOwners) owner(at socketAddr) *service {
 	return p.all[at]
 }
 
-// The method set records that the service s listens at a socket address. If s is nil, no
+// set records that the service s listens at a socket address. If s is nil, no
 // service listens there.
 func (p *socketOwners) set(at socketAddr, s *service) {
 	p.mu.Lock()

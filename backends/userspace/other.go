@@ -33,7 +33,7 @@ func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes, _
 	return &stream{source, destination, raw, b}, nil
 }
 
-// The method move waits for bytes and moves them. It returns the number of moved bytes.
+// move waits for bytes and moves them. It returns the number of moved bytes.
 // At the end of the source, the error is io.EOF.
 func (s *stream) move() (int, error) {
 	if err := waitReadable(s.source); err != nil {
@@ -58,7 +58,7 @@ func (*pipes) close() {}
 // attach does nothing. Instead, the rules apply after a connection is accepted.
 func (s *screen) attach(syscall.RawConn, bool, []netip.Prefix, int) (int, error) { return 0, nil }
 
-// The struct datagrams reads and writes the datagrams of a socket.
+// datagrams reads and writes the datagrams of a socket.
 type datagrams struct{ c *net.UDPConn }
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{c} }
@@ -69,7 +69,7 @@ func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	return 1, err
 }
 
-// The method write writes all messages, unless an error occurs.
+// write writes all messages, unless an error occurs.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for i := range messages {
 		var err error

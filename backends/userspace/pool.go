@@ -74,7 +74,7 @@ func newPool(c content) *pool {
 	return p
 }
 
-// The method set replaces the content. If it is the same as before, the present round
+// set replaces the content. If it is the same as before, the present round
 // continues.
 func (p *pool) set(c content) {
 	p.mu.Lock()

@@ -23,7 +23,7 @@ const maxInstructions = 4096
 // A socket filter returns how many bytes of the packet to keep, or 0 to drop the packet.
 var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
 
-// The method program returns the socket filter of s for packets of one IP family, or nil
+// program returns the socket filter of s for packets of one IP family, or nil
 // if s accepts all packets.
 func (s *screen) program(v4 bool, pods []netip.Prefix) []bpf.Instruction {
 	if s.dropAll {

@@ -132,8 +132,8 @@ func (s *service) retire(at socketAddr, l listener) {
 	})
 }
 
-// The method apply applies those parts of the plan p whose addresses are already local.
-// The method err returns the errors.
+// apply applies those parts of the plan p whose addresses are already local.
+// err returns the errors.
 func (s *service) apply(ctx context.Context, p *plan) {
 	s.complainOf(p.unsupported.err())
 	s.setPorts(p)
@@ -236,7 +236,7 @@ func (s *service) complainOf(unsupported error) {
 	s.unsupported = text
 }
 
-// The method open opens a listener, or updates the rules of an open listener. It records
+// open opens a listener, or updates the rules of an open listener. It records
 // an error in s.broken.
 func (s *service) open(ctx context.Context, want listenSpec) {
 	if err := s.tryOpen(ctx, want); err != nil {
@@ -343,7 +343,7 @@ type ports struct {
 	all map[*port]struct{}
 }
 
-// The method replace replaces the port p by next. If p is nil, it only adds next. If next
+// replace replaces the port p by next. If p is nil, it only adds next. If next
 // is nil, it only removes p.
 func (s *ports) replace(p, next *port) {
 	s.mu.Lock()
@@ -390,7 +390,7 @@ type counters struct {
 // existing has the endpoints to which existing connections and flows may continue.
 type existing map[api.Family]nodeview.Existing
 
-// The method serves reports whether e is an endpoint of the port, including endpoints
+// serves reports whether e is an endpoint of the port, including endpoints
 // that get no new connections.
 func (p *port) serves(e netip.AddrPort) bool {
 	now := p.existing.Load()

@@ -66,7 +66,7 @@ func onDescriptor(c syscall.RawConn, f func(fd int) error) error {
 	return err
 }
 
-// The struct datagrams reads and writes datagrams of a socket, several per system call.
+// datagrams reads and writes datagrams of a socket, several per system call.
 // The socket may be of either IP family. Only one goroutine may read at a time.
 type datagrams struct {
 	c *ipv4.PacketConn
@@ -78,7 +78,7 @@ type datagrams struct {
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{ipv4.NewPacketConn(c), 1} }
 
-// The method read waits for datagrams, reads them, and returns their number.
+// read waits for datagrams, reads them, and returns their number.
 func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	n, err := d.c.ReadBatch(messages[:d.readLimit], 0)
 	switch {
@@ -90,7 +90,7 @@ func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	return n, err
 }
 
-// The method write writes all messages, unless an error occurs.
+// write writes all messages, unless an error occurs.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for len(messages) > 0 {
 		n, err := d.c.WriteBatch(messages, 0)

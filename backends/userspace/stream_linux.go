@@ -50,7 +50,7 @@ func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pip
 	return s, nil
 }
 
-// The method move waits for bytes and moves them. It returns the number of moved bytes.
+// move waits for bytes and moves them. It returns the number of moved bytes.
 // At the end of the source, the error is io.EOF.
 func (s *stream) move() (int, error) {
 	if s.spliced {

@@ -27,8 +27,8 @@ type tcpListener struct {
 	// cancels this context.
 	connecting context.Context
 	giveUp     context.CancelFunc
-	// The method close closes the channel closeRequested, so that the method accept stops
-	// waiting. When accept returns, it closes the channel acceptEnded.
+	// closeRequested is closed by close, so that accept stops waiting. acceptEnded is closed
+	// when accept returns.
 	closeRequested, acceptEnded chan struct{}
 
 	mu      sync.Mutex
@@ -61,7 +61,7 @@ func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpLis
 	return l, nil
 }
 
-// The method accept accepts connections until the socket is closed, and starts a
+// accept accepts connections until the socket is closed, and starts a
 // goroutine for each of them. For a short connection, the backend takes 100 µs of CPU
 // time, of which accept takes 8 µs. So accept becomes a bottleneck only with about a
 // dozen cores. Several sockets per address (SO_REUSEPORT) would be worse: each socket
@@ -188,7 +188,7 @@ var errNotAdmitted = errors.New("the client is not admitted, or there is no endp
 
 var errOwnEndpoints = errors.New("all its endpoints are addresses that this proxy serves itself")
 
-// The method connect connects to the next endpoint. If that fails, it tries other
+// connect connects to the next endpoint. If that fails, it tries other
 // endpoints.
 func (l *tcpListener) connect(client *net.TCPConn) (conn *net.TCPConn, endpoint netip.AddrPort, err error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort()
@@ -322,7 +322,7 @@ func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	return nil
 }
 
-// The method copy moves all bytes of one direction. Then it closes the destination for
+// copy moves all bytes of one direction. Then it closes the destination for
 // writing. The other direction continues until it also ends, fails or is idle for too
 // long.
 func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, sent bool) {

@@ -245,7 +245,7 @@ var processStart = time.Now()
 // clock does not change the difference of two such times.
 func monotonic(t time.Time) int64 { return int64(t.Sub(processStart)) }
 
-// The method send sends the queued datagrams. If that fails, the next datagram of the
+// send sends the queued datagrams. If that fails, the next datagram of the
 // client goes to another endpoint.
 func (c *udpClient) send(now time.Time) {
 	c.lastDatagram.Store(monotonic(now))
@@ -305,7 +305,7 @@ func (c *udpClient) fail(err error) {
 	c.end()
 }
 
-// The method end closes the socket of the client and removes the client.
+// end closes the socket of the client and removes the client.
 func (c *udpClient) end() {
 	c.ended.Do(func() {
 		l := c.listener

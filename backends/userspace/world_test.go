@@ -114,7 +114,7 @@ func (w *world) end() {
 	}
 }
 
-// The method set adds views to the source, or replaces the old views of the same
+// set adds views to the source, or replaces the old views of the same
 // services. Then it waits until the Backend has applied them.
 func (w *world) set(views ...*api.View) {
 	w.Helper()
@@ -159,7 +159,7 @@ func fullOf(views ...*api.View) *sink.Changes {
 	}}
 }
 
-// The function eventually waits until the function done returns true.
+// eventually waits until the function done returns true.
 func eventually(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !done(); time.Sleep(time.Millisecond) {

@@ -58,7 +58,7 @@ func newIdentity(t *testing.T, authority *identity, name string, organizations .
 	return &identity{cert, key}
 }
 
-// The method flags writes the identity to files and returns flags that name the files.
+// flags writes the identity to files and returns flags that name the files.
 func (i *identity) flags(t *testing.T, prefix string, authority *identity) []string {
 	t.Helper()
 	key, err := x509.MarshalPKCS8PrivateKey(i.key)

@@ -113,7 +113,7 @@ func (c cniConfig) write(cidrs []netip.Prefix) error {
 	return nil
 }
 
-// The type network connects the pods of this node with pods of other nodes. The nodes
+// network connects the pods of this node with pods of other nodes. The nodes
 // must share a link, because the gateway to a node's pods is that node's internal IP.
 type network struct {
 	node    string

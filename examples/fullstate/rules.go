@@ -35,7 +35,7 @@ func (s *script) rule(chain string, words ...any) {
 	fmt.Fprintf(s, "add rule inet %s %s %s", s.table, chain, fmt.Sprintln(words...))
 }
 
-// The method rules returns the script that writes the table for services. Chain
+// rules returns the script that writes the table for services. Chain
 // prerouting has the rules for traffic from other machines and from pods. Chain output
 // has the rules for traffic of the node itself.
 func (b *backend) rules(node *api.Node, services []*api.View) string {
@@ -66,7 +66,7 @@ func (b *backend) rules(node *api.Node, services []*api.View) string {
 	return s.String()
 }
 
-// The method matches returns nft expressions that match packets to a frontend. For a node
+// matches returns nft expressions that match packets to a frontend. For a node
 // port, it returns one expression for each network in nodePorts. For any other frontend,
 // it returns a single expression.
 func (b *backend) matches(f *nodeview.Frontend) []string {
@@ -86,7 +86,7 @@ func (b *backend) matches(f *nodeview.Frontend) []string {
 	return matches
 }
 
-// The method sources adds rules that drop packets to a frontend if their source is not
+// sources adds rules that drop packets to a frontend if their source is not
 // admitted.
 func (s *script) sources(match string, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
 	if !f.Sources.Restricted {
@@ -104,7 +104,7 @@ func (s *script) sources(match string, f *nodeview.Frontend, nodeAddrs []netip.A
 	s.rule("output", match, except, "drop")
 }
 
-// The method traffic adds the rules for one kind of traffic to a frontend.
+// traffic adds the rules for one kind of traffic to a frontend.
 func (s *script) traffic(chain, match string, t nodeview.Traffic, masquerade bool) {
 	switch t.Verdict {
 	case nodeview.Drop:

@@ -209,7 +209,7 @@ func (b *buffer) String() string {
 	return b.b.String()
 }
 
-// The function eventually calls try until try returns nil. The time limit is long enough
+// eventually calls try until try returns nil. The time limit is long enough
 // for a busy machine.
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()

@@ -22,7 +22,7 @@ type lateReplies struct {
 	family api.Family
 	// identities identify the entries that the replies create.
 	identities [][]byte
-	// The field at is the time of the next deletion of these entries. The field wait is the
+	// at is the time of the next deletion of these entries. wait is the
 	// pause before that deletion.
 	at   time.Time
 	wait time.Duration

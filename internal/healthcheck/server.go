@@ -68,7 +68,7 @@ type server struct {
 	ports    map[int32]*port
 	addrs    []netip.Addr
 	retry    chan struct{} // has a value after a new failed attempt
-	// The field open is the number of open sockets. The map failing has the other sockets with
+	// open is the number of open sockets. failing has the other sockets with
 	// their ports. So a change or a retry does not look at all sockets.
 	open    int
 	failing map[*socket]*port

@@ -129,7 +129,7 @@ func (service) LoadBalancers() ([]LoadBalancer, error) {
 	return all, nil
 }
 
-// The function list calls f. If an object is deleted during the call, f fails, because
+// list calls f. If an object is deleted during the call, f fails, because
 // package hcn first lists the IDs and then reads each object. After such an error, list
 // calls f again, at most twice.
 func list[T any](f func() ([]T, error)) (all []T, err error) {

@@ -110,7 +110,7 @@ func (j *Journal) parse(text string) error {
 	return nil
 }
 
-// The function line encodes one change. If set is false, the change deletes the key.
+// line encodes one change. If set is false, the change deletes the key.
 func line(key, value string, set bool) string {
 	text := strconv.Quote(key)
 	if set {

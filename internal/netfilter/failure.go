@@ -14,7 +14,7 @@ import (
 // Failure is the error of a request that the kernel refused. The request had no effect.
 type Failure struct {
 	Errno unix.Errno
-	// The field What describes the failed request, such as "making chain services". It may
+	// What describes the failed request, such as "making chain services". It may
 	// be empty.
 	What string
 }

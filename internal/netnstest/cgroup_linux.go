@@ -119,7 +119,7 @@ func (c *Cgroup) Close() error {
 	return errors.Join(errs...)
 }
 
-// The method do moves the current thread into the cgroup, calls f, and moves the thread
+// do moves the current thread into the cgroup, calls f, and moves the thread
 // back. The caller must have locked the thread (runtime.LockOSThread).
 func (c *Cgroup) do(f func() error) error {
 	if err := c.moveThread(c.Dir); err != nil {

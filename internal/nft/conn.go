@@ -56,7 +56,7 @@ func (c *Conn) Query(ctx context.Context, fill func(*Writer), f func(attributes 
 	return c.Conn.Query(ctx, func(b *netfilter.Builder) { fill(&Writer{b, c.Table}) }, f)
 }
 
-// The method list requests all objects of one kind in the table. If name is not empty, the
+// list requests all objects of one kind in the table. If name is not empty, the
 // attribute attr has this value.
 //
 // The kernel answers in several messages. Before each further message, it skips as many

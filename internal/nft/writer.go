@@ -33,7 +33,7 @@ func (w *Writer) begin(msg int, flags uint16) int {
 	return at
 }
 
-// The method named adds a message about an object of the table. It writes the object's
+// named adds a message about an object of the table. It writes the object's
 // name, unless it is empty, into the attribute attr.
 func (w *Writer) named(msg int, flags, attr uint16, name string) {
 	at := w.begin(msg, flags)

@@ -32,7 +32,7 @@ type entry[K, V any] struct {
 	outdated atomic.Uint64
 }
 
-// The method in reports whether a snapshot at a revision contains the entry.
+// in reports whether a snapshot at a revision contains the entry.
 func (e *entry[K, V]) in(revision Revision) bool {
 	outdated := e.outdated.Load()
 	return outdated == 0 || revision < outdated

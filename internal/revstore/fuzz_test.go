@@ -163,7 +163,7 @@ func (f *fuzzState) step() {
 	}
 }
 
-// The method read makes a reader take a delta. Before the reader applies and acknowledges
+// read makes a reader take a delta. Before the reader applies and acknowledges
 // the delta, up to three further writes follow.
 func (f *fuzzState) read(r *fuzzReader) {
 	delta := r.cursor.Until(f.store.Snapshot())

@@ -84,7 +84,7 @@ type Options[K, V any] struct {
 	Resumable bool
 }
 
-// The type limits bounds the memory that the store uses for readers.
+// limits bounds the memory that the store uses for readers.
 type limits struct {
 	// tombstones and tombstoneAge limit the number and age of tombstones. Beyond a limit,
 	// the store deletes even tombstones that a cursor needs. It checks the age only in calls
@@ -238,7 +238,7 @@ func (s *Store[K, V]) put(e *entry[K, V]) {
 	s.record(e, old)
 }
 
-// The method remove replaces e by a tombstone.
+// remove replaces e by a tombstone.
 func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.byKey.Delete(e)
 	dead := &entry[K, V]{key: e.key, deleted: true, mark: uint32(math.Ceil(time.Since(s.created).Seconds()))}
@@ -246,7 +246,7 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// The method record assigns the next revision to e. If there is an old entry or
+// record assigns the next revision to e. If there is an old entry or
 // tombstone, it becomes outdated.
 func (s *Store[K, V]) record(e, old *entry[K, V]) {
 	e.revision = s.options.Revisions.next()

@@ -16,7 +16,7 @@ func (x *tombstones[K, V]) add(dead *entry[K, V]) {
 	x.byRevision.ReplaceOrInsert(dead)
 }
 
-// The method take removes and returns the tombstone of e's key.
+// take removes and returns the tombstone of e's key.
 func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	dead, ok := x.byKey.Delete(e)
 	if ok {
@@ -25,7 +25,7 @@ func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	return dead, ok
 }
 
-// The method trim drops cursors that lag too far, and tombstones that no reader needs or
+// trim drops cursors that lag too far, and tombstones that no reader needs or
 // that exceed the limits.
 func (s *Store[K, V]) trim() {
 	now := time.Since(s.created)

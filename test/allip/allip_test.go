@@ -88,7 +88,7 @@ func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	return ours, others
 }
 
-// The function foreign returns all rules that do not belong to the tested program.
+// foreign returns all rules that do not belong to the tested program.
 func foreign(t testing.TB, node namespace) string {
 	t.Helper()
 	_, all := splitIPTables(t, node)
@@ -309,7 +309,7 @@ func (n *network) echo(ip netip.Addr, name string) error {
 	return err
 }
 
-// The method answers checks that some pod answers at each external IP.
+// answers checks that some pod answers at each external IP.
 func (n *network) answers() error {
 	for _, ip := range externalIPs {
 		if _, err := n.client.ask("tcp", ip, tcpPorts[0]); err != nil {
@@ -319,7 +319,7 @@ func (n *network) answers() error {
 	return nil
 }
 
-// The method fails returns a function that checks whether all connections from outside
+// fails returns a function that checks whether all connections from outside
 // fail with errors that isExpected accepts.
 func (n *network) fails(isExpected func(error) bool) func() error {
 	return func() error {
@@ -347,7 +347,7 @@ func isTimeout(err error) bool {
 
 func isRefused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
-// The method uninterrupted calls f. It checks that an open connection stays open and all
+// uninterrupted calls f. It checks that an open connection stays open and all
 // new connections succeed while f runs.
 func (n *network) uninterrupted(t testing.TB, f func()) {
 	t.Helper()

@@ -211,7 +211,7 @@ func (p *probe) measure(ctx context.Context) (time.Duration, error) {
 	}
 }
 
-// The method set writes the condition of the pod's readiness gate.
+// set writes the condition of the pod's readiness gate.
 func (p *probe) set(ctx context.Context, ready bool) error {
 	status := corev1.ConditionFalse
 	if ready {

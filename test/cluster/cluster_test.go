@@ -152,7 +152,7 @@ func nodePort(service *corev1.Service, node int) netip.AddrPort {
 	return netip.AddrPortFrom(nodeAddr(node), uint16(service.Spec.Ports[0].NodePort))
 }
 
-// The method rollout waits until the rollout of a deployment or DaemonSet is complete.
+// rollout waits until the rollout of a deployment or DaemonSet is complete.
 func (c *cluster) rollout(t *testing.T, namespace, object string) {
 	t.Helper()
 	kubectl(t, "rollout", "status", "--namespace", namespace, "--timeout", "15m", object)
@@ -168,7 +168,7 @@ func openNamespace(t *testing.T, path string) *netnstest.Namespace {
 	return &netnstest.Namespace{FD: fd}
 }
 
-// The function outside returns the network namespace of the control plane, which runs on
+// outside returns the network namespace of the control plane, which runs on
 // no node.
 func outside(t *testing.T) *netnstest.Namespace {
 	return openNamespace(t, "/proc/self/ns/net")

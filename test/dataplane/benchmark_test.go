@@ -254,7 +254,7 @@ func (r *running) load(b *testing.B, listing time.Duration) {
 	b.ReportMetric(r.group.CPU().Seconds(), "cpu-s-start")
 }
 
-// The method rest waits until the proxy uses almost no CPU time, or less than half of a CPU
+// rest waits until the proxy uses almost no CPU time, or less than half of a CPU
 // for ten seconds, but at most for restPatience. In QEMU, an idle kube-proxy uses a sixth of
 // a CPU, and may need longer for a sync than its time between syncs.
 func (r *running) rest() {
@@ -295,7 +295,7 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// The method latency changes endpoints and reports two durations. Both end when a change
+// latency changes endpoints and reports two durations. Both end when a change
 // is in the kernel. The first duration begins with the write to the API server, and the
 // second duration begins with the watch event of the change.
 func (r *running) latency(b *testing.B, interval string) {
@@ -354,7 +354,7 @@ func (r *running) latency(b *testing.B, interval string) {
 	b.ReportMetric(used.Seconds()*1000/float64(*changes), "cpu-s/1000-changes-"+interval)
 }
 
-// The method connections connects to random services, one after the other, and reports
+// connections connects to random services, one after the other, and reports
 // how long the connections take.
 func (r *running) connections(b *testing.B) {
 	b.Helper()

@@ -168,7 +168,7 @@ func (c *cluster) fill(ctx context.Context) error {
 	return c.server.Store(ctx, c.services-1, func(i int) []runtime.Object { return c.copies(i+1, service, slice, address) })
 }
 
-// The method copies returns the objects of service i, which are adapted copies of the
+// copies returns the objects of service i, which are adapted copies of the
 // first service's objects.
 func (c *cluster) copies(i int, service *corev1.Service, slice *discoveryv1.EndpointSlice, address *networkingv1.IPAddress) []runtime.Object {
 	service, slice, address = service.DeepCopy(), slice.DeepCopy(), address.DeepCopy()
@@ -248,7 +248,7 @@ func (c *cluster) change(ctx context.Context, service, i int, pod string) error 
 	return err
 }
 
-// The type sightings records when each address was first seen.
+// sightings records when each address was first seen.
 type sightings struct {
 	mu    sync.Mutex
 	times map[netip.Addr]time.Time

@@ -105,7 +105,7 @@ func report(b *testing.B, values [2][]float64, unit string) {
 	b.ReportMetric(medians[1]/medians[0], unit+"-ratio")
 }
 
-// The function work accepts connections to all pods until the test ends. It answers the
+// work accepts connections to all pods until the test ends. It answers the
 // byte "?" with a byte, and discards everything else.
 func work(t testing.TB) {
 	t.Helper()

@@ -24,7 +24,7 @@ func (c *cluster) programmed(t testing.TB, ctx context.Context) (seen *sightings
 	return tables(t, ctx), func(int, netip.Addr) {}
 }
 
-// The function tables searches nftables notifications for the four bytes of an address,
+// tables searches nftables notifications for the four bytes of an address,
 // so it works for every layout of tables.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
@@ -104,7 +104,7 @@ func connectTo(to netip.AddrPort, patience time.Duration) (time.Duration, error)
 	}
 }
 
-// The function answer accepts connections to all pods until the test ends.
+// answer accepts connections to all pods until the test ends.
 func answer(t testing.TB) {
 	t.Helper()
 	l, err := net.Listen("tcp", fmt.Sprintf(":%d", podPort))

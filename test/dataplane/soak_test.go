@@ -158,7 +158,7 @@ func metric(t testing.TB, name string) float64 {
 	return 0
 }
 
-// The type traffic makes and counts connections to the service whose number is the
+// traffic makes and counts connections to the service whose number is the
 // constant stable.
 type traffic struct{ made atomic.Int64 }
 
@@ -232,7 +232,7 @@ func (c *churn) change(ctx context.Context, random *rand.Rand, service int) erro
 	}
 }
 
-// The method endpoints replaces the endpoints of a service by random endpoints.
+// endpoints replaces the endpoints of a service by random endpoints.
 func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice := c.slice(service)
@@ -264,13 +264,13 @@ func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoi
 	return all
 }
 
-// The method elsewhere returns one of 200 external addresses. With so few addresses, some
+// elsewhere returns one of 200 external addresses. With so few addresses, some
 // services claim the same address.
 func (c *churn) elsewhere(random *rand.Rand, network byte) string {
 	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
 }
 
-// The method random returns a service with random properties.
+// random returns a service with random properties.
 func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{"app": name(service)}},
@@ -397,7 +397,7 @@ var randomSeed = regexp.MustCompile(`("seed": *| seed 0x)[0-9a-f]+`)
 // staysUnused matches the chains that stay until the next pass if no list uses them.
 var staysUnused = regexp.MustCompile(`^(list|slot)[46]-\d+$`)
 
-// The type elements has the elements of maps and sets, by the name of the map or set.
+// elements has the elements of maps and sets, by the name of the map or set.
 // docs/operate/nftables.md describes them. There are no all-ports services.
 type elements map[string][]any
 
@@ -493,7 +493,7 @@ func (m elements) lines(t testing.TB) (lines []string, used map[string]bool) {
 	return lines, used
 }
 
-// The type contents has the content of lists, by the number of the list.
+// contents has the content of lists, by the number of the list.
 type contents map[string][]string
 
 func (c contents) add(number any, format string, args ...any) {

@@ -232,7 +232,7 @@ func ownPackages(linked, other map[string]string) []string {
 	return paths
 }
 
-// The function raised returns a line for each module whose versions differ in the maps.
+// raised returns a line for each module whose versions differ in the maps.
 func raised(without, with map[string]string) []string {
 	var lines []string
 	for path, version := range without {

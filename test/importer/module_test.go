@@ -48,7 +48,7 @@ func newImporter(t *testing.T, files map[string]string) *module {
 	return newModule(t, fmt.Sprintf("require %s v0.0.0\nreplace %[1]s => %s\n", kpngModule, checkout(t)), files)
 }
 
-// The method linked returns the packages that the program links on an operating system,
+// linked returns the packages that the program links on an operating system,
 // and the module of each package. It omits the standard library.
 func (m *module) linked(t *testing.T, goos string) map[string]string {
 	t.Helper()
@@ -108,7 +108,7 @@ func (m *module) write(t *testing.T, name, content string) {
 	}
 }
 
-// The function checkout returns the directory of kpng's root module.
+// checkout returns the directory of kpng's root module.
 func checkout(t *testing.T) string {
 	t.Helper()
 	root, err := filepath.Abs(filepath.Join("..", ".."))

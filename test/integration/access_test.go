@@ -72,7 +72,7 @@ func quoted(words []string) []string {
 	return out
 }
 
-// The function without returns all permissions except one verb for a resource.
+// without returns all permissions except one verb for a resource.
 func without(verb, resource string) []rbacv1.PolicyRule {
 	var rules []rbacv1.PolicyRule
 	for _, rule := range permissions {

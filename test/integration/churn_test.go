@@ -239,7 +239,7 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// The method lost returns the entries that the map older contains and the map newer
+// lost returns the entries that the map older contains and the map newer
 // lacks. It omits entries in c.removed.
 func (c *churn) lost(older, newer map[string]bool) []string {
 	c.mu.Lock()

@@ -106,7 +106,7 @@ func (l *lossy) expect(syncs int, want []string) {
 	}
 }
 
-// The method happen makes the changes that the services' names describe, and changes the
+// happen makes the changes that the services' names describe, and changes the
 // node's zone. It writes to the given API server, which the proxy need not use.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()

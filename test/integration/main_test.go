@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// The function within returns the test's context with the time limit patience.
+// within returns the test's context with the time limit patience.
 func within(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("no result within %s", patience))
 	t.Cleanup(cancel)

@@ -18,7 +18,7 @@ import (
 // whole state. The prints have no separator, so the last line of each print must show the
 // same service.
 type prints struct {
-	// The field last is the text with which the last line of each print begins.
+	// last is the text with which the last line of each print begins.
 	last []byte
 	// If the field each is not nil, Write calls it with every print.
 	each func(print []byte)

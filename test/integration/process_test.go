@@ -40,7 +40,7 @@ func (l *lines) Write(p []byte) (int, error) {
 	}
 }
 
-// The method since returns all lines after the first n lines, and a channel that the next
+// since returns all lines after the first n lines, and a channel that the next
 // line closes.
 func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	l.mu.Lock()

@@ -149,7 +149,7 @@ func (s *screen) await(diff func() string) {
 	}
 }
 
-// The method take processes the next line of the output.
+// take processes the next line of the output.
 func (s *screen) take(line string) {
 	t := s.tenant.t
 	t.Helper()
@@ -184,7 +184,7 @@ func (s *screen) checkAll() {
 	}
 }
 
-// The method belongs returns an error if view is not for the proxy of the screen.
+// belongs returns an error if view is not for the proxy of the screen.
 func (s *screen) belongs(view *api.View) error {
 	label, labelled := view.Service.Labels[watcher.LabelServiceProxyName]
 	switch {

@@ -43,7 +43,7 @@ func newTenant(t testing.TB, server *apiserver.Server) *tenant {
 	return &tenant{t, server.Client(), name}
 }
 
-// The method through returns a copy of the tenant that uses another API server.
+// through returns a copy of the tenant that uses another API server.
 func (n *tenant) through(server *apiserver.Server) *tenant {
 	return &tenant{n.t, server.Client(), n.name}
 }
@@ -109,7 +109,7 @@ func (n *tenant) tryRemove(o object) error {
 	return n.at(o, rest.Interface.Delete).Do(n.t.Context()).Error()
 }
 
-// The method at returns a request with the given verb for the API path of the object o.
+// at returns a request with the given verb for the API path of the object o.
 func (n *tenant) at(o object, verb func(rest.Interface) *rest.Request) *rest.Request {
 	switch o.(type) {
 	case *corev1.Service:

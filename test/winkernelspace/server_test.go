@@ -163,7 +163,7 @@ func (s *server) fail(function string, n int, result string) (left int) {
 	return left
 }
 
-// The method functions returns and resets the number of calls of each HNS function.
+// functions returns and resets the number of calls of each HNS function.
 func (s *server) functions() map[string]int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -231,7 +231,7 @@ func matches(text, pattern string) (string, bool) {
 	return ip, ok
 }
 
-// The method times returns how often netsh added and deleted an address.
+// times returns how often netsh added and deleted an address.
 func (s *netsh) times(ip string) (added, deleted int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

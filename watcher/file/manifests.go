@@ -97,7 +97,7 @@ func (p *parser) fail(at, format string, args ...any) {
 	p.problems = append(p.problems, errors.New(at+": "+fmt.Sprintf(format, args...)))
 }
 
-// The method file parses one file. If ctx ends, parsing may end before the last document.
+// file parses one file. If ctx ends, parsing may end before the last document.
 func (p *parser) file(ctx context.Context, name string, data []byte) {
 	if !utf8.Valid(data) {
 		p.fail(name, "not UTF-8 text")

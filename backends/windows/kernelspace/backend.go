@@ -24,7 +24,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// The type backend is the dataplane of this package. It programs services as HNS load
+// backend is the dataplane of this package. It programs services as HNS load
 // balancers with their endpoints. Only one driver may use it.
 //
 // The load balancers are the objects of a Reconciler, by their frontends. Their values are
@@ -250,12 +250,12 @@ func (b *backend) Verify(ctx context.Context) error {
 // all objects of HNS, so the interval is kube-proxy's default of syncPeriod.
 func (b *backend) VerifyInterval() time.Duration { return 30 * time.Second }
 
-// The method begin prepares the backend for a call of the driver.
+// begin prepares the backend for a call of the driver.
 func (b *backend) begin(ctx context.Context) {
 	b.log, b.listed, b.lacking = klog.FromContext(ctx), false, nil
 }
 
-// The method finish ends a call of the driver. It deletes idle endpoints, unless it is
+// finish ends a call of the driver. It deletes idle endpoints, unless it is
 // unknown which endpoints are idle.
 func (b *backend) finish(ctx context.Context) (err error) {
 	b.record.dropUnrequested()

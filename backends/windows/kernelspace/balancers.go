@@ -91,7 +91,7 @@ func (b *backend) ensure(p *policy, service types.NamespacedName) (lacking, err 
 	return lacking, b.balance(p, service, p.toLoadBalancer(ids))
 }
 
-// The method balance creates the wanted load balancer at a frontend, or changes the
+// balance creates the wanted load balancer at a frontend, or changes the
 // existing load balancer so that it matches.
 func (b *backend) balance(p *policy, service types.NamespacedName, want hns.LoadBalancer) error {
 	holders := b.holdings.byFrontend[p.frontend]
@@ -161,7 +161,7 @@ func (b *backend) unwanted(lb hns.LoadBalancer) (f frontend, ok bool) {
 	return frontend{}, false
 }
 
-// The method keep adds a correct load balancer to this backend's record. Another owner
+// keep adds a correct load balancer to this backend's record. Another owner
 // may have created the load balancer.
 func (b *backend) keep(p *policy, service types.NamespacedName, have, want hns.LoadBalancer) {
 	if m := b.record.made[have.ID]; m == nil || m.Service != service {
@@ -169,7 +169,7 @@ func (b *backend) keep(p *policy, service types.NamespacedName, have, want hns.L
 	}
 }
 
-// The method update changes the endpoints of a load balancer. It returns ErrNotSupported
+// update changes the endpoints of a load balancer. It returns ErrNotSupported
 // if this version of Windows cannot change load balancers.
 func (b *backend) update(p *policy, service types.NamespacedName, have, want hns.LoadBalancer) error {
 	want.ID = have.ID

@@ -96,7 +96,7 @@ func l2bridge(t *testing.T, pods ...string) *world {
 	return newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{}, pods...)
 }
 
-// The method pod creates the HNS endpoint for a pod of this node.
+// pod creates the HNS endpoint for a pod of this node.
 func (w *world) pod(ips ...string) string {
 	w.Helper()
 	e := hns.Endpoint{MAC: "00-15-5d-00-00-01"}
@@ -106,7 +106,7 @@ func (w *world) pod(ips ...string) string {
 	return w.endpoint(e)
 }
 
-// The method endpoint creates an HNS endpoint of another owner.
+// endpoint creates an HNS endpoint of another owner.
 func (w *world) endpoint(e hns.Endpoint) string {
 	w.Helper()
 	e.Network = w.network
@@ -134,7 +134,7 @@ func (w *world) restart() {
 	w.hns.Calls()
 }
 
-// The method full delivers all services to the backend in one pass.
+// full delivers all services to the backend in one pass.
 func (w *world) full() error {
 	var changes []sink.Change
 	for _, key := range slices.SortedFunc(maps.Keys(w.views), ordering.Keys) {
@@ -143,7 +143,7 @@ func (w *world) full() error {
 	return w.sync(&sink.Changes{First: true, Last: true, Services: slices.Values(changes), NodeChanged: true})
 }
 
-// The method set delivers new or changed services to the backend.
+// set delivers new or changed services to the backend.
 func (w *world) set(views ...*api.View) error {
 	var changes []sink.Change
 	for _, v := range views {
@@ -153,7 +153,7 @@ func (w *world) set(views ...*api.View) error {
 	return w.change(changes...)
 }
 
-// The method remove delivers the deletion of a service to the backend.
+// remove delivers the deletion of a service to the backend.
 func (w *world) remove(name string) error {
 	key := types.NamespacedName{Namespace: "default", Name: name}
 	change := sink.Change{Key: key, Old: w.views[key]}
@@ -161,7 +161,7 @@ func (w *world) remove(name string) error {
 	return w.change(change)
 }
 
-// The method change delivers changes or, if the backend needs a pass, all services.
+// change delivers changes or, if the backend needs a pass, all services.
 func (w *world) change(changes ...sink.Change) error {
 	if w.needsPass {
 		return w.full()
@@ -169,7 +169,7 @@ func (w *world) change(changes ...sink.Change) error {
 	return w.sync(&sink.Changes{Services: slices.Values(changes), NodeChanged: true})
 }
 
-// The method verify calls Verify and, if it requests a pass, delivers all services.
+// verify calls Verify and, if it requests a pass, delivers all services.
 func (w *world) verify() {
 	w.Helper()
 	err := w.backend.Verify(w.Context())

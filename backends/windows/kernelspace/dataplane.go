@@ -154,7 +154,7 @@ func (b *backend) Apply(ctx context.Context, ops []op) error {
 	return nil
 }
 
-// The method change executes an operation.
+// change executes an operation.
 func (b *backend) change(o *op) error {
 	delete(b.troubled, o.Key)
 	if o.New == nil {

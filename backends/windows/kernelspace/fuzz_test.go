@@ -90,7 +90,7 @@ func newFuzzer(t *testing.T, seed uint64) *fuzzer {
 	return f
 }
 
-// The method write changes the cluster's state.
+// write changes the cluster's state.
 func (f *fuzzer) write(change func(apitest.Writer)) {
 	f.state.Update(func(tx *cluster.Tx) { change(writer{tx}) })
 }
@@ -217,7 +217,7 @@ func (f *fuzzer) run(steps int) {
 	}
 }
 
-// The method comparable prepares a dump for a comparison. If the Node object was deleted,
+// comparable prepares a dump for a comparison. If the Node object was deleted,
 // comparable removes the source VIPs. Only a backend from before the deletion still knows the node's
 // addresses and uses them as source VIPs.
 func (f *fuzzer) comparable(dump string) string {
@@ -229,7 +229,7 @@ func (f *fuzzer) comparable(dump string) string {
 	return strings.Join(lines, "\n")
 }
 
-// The method fail sets a hook that makes some calls to HNS fail at random.
+// fail sets a hook that makes some calls to HNS fail at random.
 func (f *fuzzer) fail() {
 	errs := []error{
 		errRefused, hns.ErrNotRunning, hns.ErrNotFound, hns.ErrExists,
@@ -245,7 +245,7 @@ func (f *fuzzer) fail() {
 	})
 }
 
-// The method kill ends the backend during one of its calls to HNS, before HNS performs
+// kill ends the backend during one of its calls to HNS, before HNS performs
 // the call. Then kill starts another backend.
 func (f *fuzzer) kill() {
 	n := f.r.IntN(6)
@@ -266,7 +266,7 @@ func (f *fuzzer) kill() {
 	f.start()
 }
 
-// The method pods creates the HNS endpoints of this node's pods. If all is false, it
+// pods creates the HNS endpoints of this node's pods. If all is false, it
 // omits some pods.
 func (f *fuzzer) pods(all bool) {
 	f.hns.SetHook(nil)

@@ -28,7 +28,7 @@ type holdings struct {
 	vipUses      map[netip.Addr]int
 	// idle contains the IDs of this backend's endpoints that no load balancer uses.
 	idle map[string]bool
-	// The field own is the number of this backend's endpoints.
+	// own is the number of this backend's endpoints.
 	own int
 }
 
@@ -181,7 +181,7 @@ func (h *holdings) removeBalancer(id string) {
 	h.use(lb, -1)
 }
 
-// The method use adds n to the counts in endpointUses and vipUses for the endpoints and
+// use adds n to the counts in endpointUses and vipUses for the endpoints and
 // VIPs of lb. It also updates the field idle for these endpoints and, on an overlay
 // network, for the endpoints of the VIPs.
 func (h *holdings) use(lb hns.LoadBalancer, n int) {

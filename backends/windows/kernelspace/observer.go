@@ -8,7 +8,7 @@ import (
 	"github.com/kpng-project/kpng/internal/hns"
 )
 
-// The type observed is an HNS that reports its calls.
+// observed is an HNS that reports its calls.
 type observed struct {
 	hns  hns.HNS
 	opts *Options

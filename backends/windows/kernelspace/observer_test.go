@@ -30,7 +30,7 @@ func (l *eventLog) Drifted(now bool) {
 	l.events = append(l.events, map[bool]string{true: "drifted", false: "repaired"}[now])
 }
 
-// The method expect compares the events since the last call.
+// expect compares the events since the last call.
 func (l *eventLog) expect(t *testing.T, want ...string) {
 	t.Helper()
 	if diff := cmp.Diff(want, l.events); diff != "" {

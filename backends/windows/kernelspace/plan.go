@@ -81,7 +81,7 @@ const (
 	hostHere
 )
 
-// The type unserved describes a frontend that HNS cannot provide, or can provide only
+// unserved describes a frontend that HNS cannot provide, or can provide only
 // partly.
 type unserved struct {
 	key    nodeview.FrontendKey
@@ -224,7 +224,7 @@ func frontendOf(f *nodeview.Frontend) frontend {
 	return frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}
 }
 
-// The method policy plans the load balancer of a frontend. The second result describes
+// policy plans the load balancer of a frontend. The second result describes
 // the settings that HNS does not support. The policy has the endpoints for traffic from
 // outside this node. This node's own traffic goes to them too, because a load balancer of
 // HNS has only one list of endpoints. Frontends with equal lists share the endpoints, which
@@ -353,7 +353,7 @@ func (on *environment) nodeIP(f api.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// The method remote returns the HNS endpoint to create for the address of a pod on
+// remote returns the HNS endpoint to create for the address of a pod on
 // another node.
 func (on *environment) remote(name string, addr netip.Addr) hns.Endpoint {
 	e := hns.Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}

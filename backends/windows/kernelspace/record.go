@@ -37,7 +37,7 @@ type record struct {
 	deleted int
 }
 
-// The type planned describes a load balancer whose ID is unknown.
+// planned describes a load balancer whose ID is unknown.
 type planned struct {
 	Service types.NamespacedName
 	Target  uint16
@@ -46,7 +46,7 @@ type planned struct {
 	requested bool
 }
 
-// The type made describes a load balancer that HNS created.
+// made describes a load balancer that HNS created.
 type made struct {
 	Frontend frontend
 	Service  types.NamespacedName
@@ -104,13 +104,13 @@ func (r *record) read(key, value string) error {
 // owns reports whether the backend owns a load balancer.
 func (r *record) owns(id string) bool { return r.made[id] != nil }
 
-// The method plan records a load balancer whose creation is about to be requested.
+// plan records a load balancer whose creation is about to be requested.
 func (r *record) plan(f frontend, p planned) {
 	r.planned[f] = &p
 	r.journal.Set(plannedPrefix+encode(f), encode(p))
 }
 
-// The method add records a load balancer that exists in HNS, and removes the plan for its
+// add records a load balancer that exists in HNS, and removes the plan for its
 // frontend.
 func (r *record) add(id string, m made) {
 	r.setDeleted(id, false)

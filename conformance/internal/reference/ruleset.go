@@ -296,7 +296,7 @@ func (r *ruleset) hash(chain string, f *nodeview.Frontend, endpoints []nodeview.
 // weight is the weight of an endpoint.
 type weight int
 
-// The method of returns an nft expression that matches w in rest packets at random. The
+// of returns an nft expression that matches w in rest packets at random. The
 // expression must not have an anonymous set: when rules are replaced, the set of an old
 // rule is emptied, but a packet may still meet the old rule.
 func (w weight) of(rest weight) string {

@@ -283,7 +283,7 @@ func (h *HNS) newID() string {
 	return fmt.Sprintf("%08x-0000-4000-8000-%012x", h.next>>48, h.next&(1<<48-1))
 }
 
-// The method call counts one call to HNS, calls the hook, and returns the hook's error.
+// call counts one call to HNS, calls the hook, and returns the hook's error.
 func (h *HNS) call(name string) error {
 	h.calls[name]++
 	if h.hook == nil {
@@ -292,7 +292,7 @@ func (h *HNS) call(name string) error {
 	return h.hook(name)
 }
 
-// The method write performs a call to HNS that changes an object.
+// write performs a call to HNS that changes an object.
 func (h *HNS) write(name string, do func() (id string, err error)) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

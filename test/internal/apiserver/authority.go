@@ -48,7 +48,7 @@ func newAuthority() (*authority, error) {
 	return &authority{cert: cert, key: key, certPEM: certPEM}, nil
 }
 
-// The method server returns a PEM certificate and key for a server on loopback.
+// server returns a PEM certificate and key for a server on loopback.
 func (a *authority) server() (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: "kube-apiserver"},
@@ -59,7 +59,7 @@ func (a *authority) server() (cert, key []byte, err error) {
 	})
 }
 
-// The method client returns a PEM certificate and key for a user in the given groups.
+// client returns a PEM certificate and key for a user in the given groups.
 func (a *authority) client(user string, groups ...string) (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: user, Organization: groups},

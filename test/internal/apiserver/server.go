@@ -303,7 +303,7 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 	return s.APIServer.start(ctx)
 }
 
-// The method allocates checks that the server can allocate cluster IPs of both families.
+// allocates checks that the server can allocate cluster IPs of both families.
 // Sometimes the server cannot do that right after it becomes ready.
 func (s *Server) allocates(ctx context.Context) error {
 	policy := corev1.IPFamilyPolicyRequireDualStack

@@ -93,7 +93,7 @@ func (g *Group) KernelMemory() int64 {
 	return g.read("memory.kmem.usage_in_bytes")
 }
 
-// The method read returns the number in a file of the group. If several names are given,
+// read returns the number in a file of the group. If several names are given,
 // it uses the first file that exists.
 func (g *Group) read(names ...string) int64 {
 	g.Helper()

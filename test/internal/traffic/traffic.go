@@ -32,7 +32,7 @@ type Traffic struct {
 	count map[string]*requests
 }
 
-// The type requests counts what happened to the requests of one client.
+// requests counts what happened to the requests of one client.
 type requests struct {
 	made, slow int
 	slowest    time.Duration // of successful requests

@@ -39,7 +39,7 @@ type fakeSystem struct {
 	// is true, a failing call takes effect anyway.
 	callErrors  map[string]error
 	takesEffect bool
-	// The field gone is true if the interface does not exist.
+	// gone is true if the interface does not exist.
 	gone    bool
 	calls   []string
 	lookups int
@@ -149,7 +149,7 @@ func TestAddressIsAddedAndRemoved(t *testing.T) {
 	f.expect(t)
 }
 
-// The function many returns n addresses.
+// many returns n addresses.
 func many(n int) []netip.Addr {
 	var all []netip.Addr
 	for i := range n {

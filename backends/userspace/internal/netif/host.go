@@ -30,10 +30,10 @@ type system interface {
 
 var errNoInterface = errors.New("no such network interface")
 
-// The type host implements the Go interface system with the IP Helper API. If the API
+// host implements the Go interface system with the IP Helper API. If the API
 // fails, host uses netsh.
 type host struct {
-	// The channel running limits the number of concurrent netsh processes.
+	// running limits the number of concurrent netsh processes.
 	running chan struct{}
 }
 

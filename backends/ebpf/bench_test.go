@@ -18,9 +18,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// numbered returns the view of a service that has a TCP port and the given
+// numberedService returns the view of a service that has a TCP port and the given
 // number of endpoints.
-func numbered(number, endpoints int) *api.View {
+func numberedService(number, endpoints int) *api.View {
 	var addrs []string
 	for i := range endpoints {
 		addrs = append(addrs, fmt.Sprintf("10.0.0.%d", 1+i))
@@ -62,7 +62,7 @@ func benchmarkConnect(b *testing.B, services int, opts Options) {
 	netnstest.Listen(b, n.ns.Do, "10.0.0.1:8080", func(c net.Conn) {})
 	var views []*api.View
 	for i := range services {
-		views = append(views, numbered(i, 1))
+		views = append(views, numberedService(i, 1))
 	}
 	n.pass(views...)
 	targets := []*unix.SockaddrInet4{{Addr: [4]byte{10, 0, 0, 1}, Port: 8080}, {Addr: [4]byte{10, 96, 0, 5}, Port: 80}}
@@ -125,7 +125,7 @@ func BenchmarkPass(b *testing.B) {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
 			var views []*api.View
 			for i := range services {
-				views = append(views, numbered(i, 10))
+				views = append(views, numberedService(i, 10))
 			}
 			var again, cpu, cpuAgain time.Duration
 			for b.Loop() {
@@ -159,16 +159,16 @@ func BenchmarkChange(b *testing.B) {
 			n := newNode(b, Options{})
 			var views []*api.View
 			for i := range services {
-				views = append(views, numbered(i, 10))
+				views = append(views, numberedService(i, 10))
 			}
 			n.pass(views...)
 			// The steps remove endpoint 10, replace endpoint 9 by endpoint 10, and add endpoint 9.
-			replaced := numbered(0, 10)
+			replaced := numberedService(0, 10)
 			replaced.Endpoints = slices.Delete(slices.Clone(replaced.Endpoints), 8, 9)
 			steps := []struct {
 				name string
 				view *api.View
-			}{{"remove", numbered(0, 9)}, {"replace", replaced}, {"add", views[0]}}
+			}{{"remove", numberedService(0, 9)}, {"replace", replaced}, {"add", views[0]}}
 			took := map[string][]time.Duration{}
 			for b.Loop() {
 				for _, step := range steps {
@@ -192,7 +192,7 @@ func BenchmarkChange(b *testing.B) {
 func BenchmarkSend(b *testing.B) {
 	n := newNode(b, Options{})
 	n.ns.Add(b, "lo", "10.0.0.1")
-	n.pass(numbered(5, 1), view("udp", []string{"10.96.1.1"}, []string{"10.0.0.1"}, nil))
+	n.pass(numberedService(5, 1), view("udp", []string{"10.96.1.1"}, []string{"10.0.0.1"}, nil))
 	endpoint, service := &unix.SockaddrInet4{Addr: [4]byte{10, 0, 0, 1}, Port: 8080}, &unix.SockaddrInet4{Addr: [4]byte{10, 96, 1, 1}, Port: 80}
 	for _, test := range []struct {
 		name    string

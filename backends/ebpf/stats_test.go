@@ -103,7 +103,7 @@ func BenchmarkStats(b *testing.B) {
 			cases = append(cases, backendtest.Case{Name: name, Batch: func(took func(time.Duration)) error {
 				n.opts.Stats = name == "with"
 				n.restart()
-				n.pass(numbered(5, 1))
+				n.pass(numberedService(5, 1))
 				return n.ns.Do(func() error {
 					for range 2000 {
 						d, err := netnstest.TimeConnect(target)
@@ -126,7 +126,7 @@ func BenchmarkStats(b *testing.B) {
 		}
 		var views []*api.View
 		for i := range 10_000 {
-			v := numbered(i, 10)
+			v := numberedService(i, 10)
 			views = append(views, v)
 			for _, w := range plan(v, "", nodeview.Parameters{}) {
 				for _, a := range w.endpoints {

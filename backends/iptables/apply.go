@@ -95,10 +95,10 @@ func (t *ruleset) holding() bool { return t.delivered != nil }
 // these services, keeps their old rules and adds the services to failed. It returns an
 // error if the cause is not in the rules of a service.
 func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed) error {
-	if t.broken != nil {
+	if t.beginErr != nil {
 		for _, s := range list {
 			if !s.isEmpty() {
-				failed.Add(s.key, t.broken)
+				failed.Add(s.key, t.beginErr)
 			}
 		}
 		return nil

@@ -390,8 +390,8 @@ func (b *backend) beginPass(ctx context.Context) error {
 		if err := t.beginPass(ctx); err != nil {
 			return err
 		}
-		if t.broken != nil {
-			broken = append(broken, t.broken)
+		if t.beginErr != nil {
+			broken = append(broken, t.beginErr)
 		}
 	}
 	if len(broken) == len(b.rulesets) {
@@ -410,7 +410,7 @@ func (b *backend) endPass(ctx context.Context, failing map[types.NamespacedName]
 			return err
 		}
 	}
-	failed := len(failing) > 0 || slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.broken != nil })
+	failed := len(failing) > 0 || slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.beginErr != nil })
 	if !failed {
 		b.removeStale(ctx)
 		b.opts.Observer.Drifted(false)

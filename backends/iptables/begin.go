@@ -19,7 +19,7 @@ import (
 // place of sets. If an error is permanent and affects only this family, beginPass stores it
 // in t.broken and returns nil.
 func (t *ruleset) beginPass(ctx context.Context) error {
-	t.broken, t.withSets = nil, t.run.ipset != ""
+	t.beginErr, t.withSets = nil, t.run.ipset != ""
 	err := t.begin(ctx)
 	if t.setsFailed(ctx, err) {
 		t.withSets = false
@@ -37,7 +37,7 @@ func (t *ruleset) beginPass(ctx context.Context) error {
 		if t.failures++; t.failures < attempts {
 			return err
 		}
-		t.broken = fmt.Errorf("%s: %w", t.family, err)
+		t.beginErr = fmt.Errorf("%s: %w", t.family, err)
 	}
 	return nil
 }

@@ -88,7 +88,7 @@ func (s shape) program(withSets bool) (*renderer, *rendered) {
 		panic(err)
 	}
 	r := &renderer{opts: opts, family: api.IPv4, withSets: withSets}
-	return r, r.service(s.view(s.service()), nil)
+	return r, r.renderService(s.view(s.service()), nil)
 }
 
 // cost returns the number of rules and of set elements.
@@ -122,7 +122,7 @@ func TestCostIsProportional(t *testing.T) {
 			svc := c.shape.service()
 			svc.ExternalTrafficToLocal = strings.Contains(name, "Local")
 			r, _ := c.shape.program(withSets)
-			if got := r.service(c.shape.view(svc), nil).cost(); got > c.max {
+			if got := r.renderService(c.shape.view(svc), nil).cost(); got > c.max {
 				t.Errorf("%s, with sets %t: %d rules and elements, more than %d", name, withSets, got, c.max)
 			}
 		}
@@ -380,7 +380,7 @@ func TestAddressesShareTheirSourceRanges(t *testing.T) {
 	}
 	svc.SourceRanges[0].TargetIPs = svc.IPs.LoadBalancerIPs
 	r, _ := s.program(true)
-	out := r.service(s.view(svc), nil)
+	out := r.renderService(s.view(svc), nil)
 	lists := map[*sourceList]bool{}
 	for _, list := range out.sources {
 		lists[list] = true

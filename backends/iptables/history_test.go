@@ -151,7 +151,7 @@ func (s *historySink) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 func (s *historySink) isDegraded() bool {
-	return slices.ContainsFunc(s.rulesets, func(t *ruleset) bool { return t.broken != nil || t.run.ipset != "" && !t.withSets })
+	return slices.ContainsFunc(s.rulesets, func(t *ruleset) bool { return t.beginErr != nil || t.run.ipset != "" && !t.withSets })
 }
 
 // verify compares all rules, even in a pause. It ignores leftovers of failed services.

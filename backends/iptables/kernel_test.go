@@ -33,9 +33,9 @@ func everything() []*api.View {
 	}
 }
 
-// wide returns services with many ports and endpoints. With those of
+// wideServices returns services with many ports and endpoints. With those of
 // everything, they need every kind of rule of large services.
-func wide() []*api.View {
+func wideServices() []*api.View {
 	return []*api.View{
 		view("wide", "10.96.0.7 fd00:96::7", wideEndpoints(), affinity),
 		view("wide-ranges", "", wideEndpoints(), loadBalancer, sourceRanges, widePorts),
@@ -68,8 +68,8 @@ func insideAndOut(o *Options) {
 	o.ClusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8")}
 }
 
-// foreign adds rules, chains and sets of another program.
-func foreign(t *testing.T, ns *netnstest.Namespace, flavour flavour) {
+// addForeignRules adds rules, chains and sets of another program.
+func addForeignRules(t *testing.T, ns *netnstest.Namespace, flavour flavour) {
 	for _, family := range families {
 		ns.RunWith(t, `*nat
 :KUBE-SERVICES - [0:0]
@@ -105,10 +105,10 @@ func withoutOwn(text string) string {
 
 func TestForeignRulesStay(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		foreign(t, ns, v.flavour)
+		addForeignRules(t, ns, v.flavour)
 		before := saveAll(t, ns, v.flavour)
 		b := start(t, ns, v, insideAndOut)
-		mustSync(t, b, pass(append(everything(), wide()...)...), batch(view("web", "10.96.0.1", "10.1.0.9")))
+		mustSync(t, b, pass(append(everything(), wideServices()...)...), batch(view("web", "10.96.0.1", "10.1.0.9")))
 		if diff := cmp.Diff(before, withoutOwn(saveAll(t, ns, v.flavour))); diff != "" {
 			t.Errorf("foreign rules changed (-before +after):\n%s", diff)
 		}
@@ -143,7 +143,7 @@ func TestOneJumpPerBaseChain(t *testing.T) {
 func TestRulesAreSavedAsWritten(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v, insideAndOut)
-		mustSync(t, b, pass(append(everything(), wide()...)...))
+		mustSync(t, b, pass(append(everything(), wideServices()...)...))
 		forget(b)
 		if err := verify(t, b); err != nil {
 			t.Fatal(err)
@@ -158,12 +158,12 @@ func TestRulesAreSavedAsWritten(t *testing.T) {
 
 func TestRestartWritesNothing(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		mustSync(t, start(t, ns, v, insideAndOut), pass(append(everything(), wide()...)...))
+		mustSync(t, start(t, ns, v, insideAndOut), pass(append(everything(), wideServices()...)...))
 		var written int
 		b := start(t, ns, v, insideAndOut, func(o *Options) {
 			o.Observer = &backendtest.Observer{OnWrote: func(lines int, _ error) { written += lines }}
 		})
-		mustSync(t, b, pass(append(everything(), wide()...)...))
+		mustSync(t, b, pass(append(everything(), wideServices()...)...))
 		if written != 0 {
 			t.Errorf("a restart wrote %d lines, want 0", written)
 		}
@@ -388,7 +388,7 @@ func TestChangeOfFlavour(t *testing.T) {
 	for _, flavours := range [][2]flavour{{flavourNFT, flavourLegacy}, {flavourLegacy, flavourNFT}} {
 		t.Run("from "+flavours[0].String(), func(t *testing.T) {
 			ns := netnstest.New(t)
-			foreign(t, ns, flavours[0])
+			addForeignRules(t, ns, flavours[0])
 			before := saveAll(t, ns, flavours[0])
 			mustSync(t, start(t, ns, variant{flavours[0], false}), pass(everything()...))
 			b := start(t, ns, variant{flavours[1], false})

@@ -151,7 +151,7 @@ func (s *serviceRenderer) addList(chain string, f *nodeview.Frontend, endpoints 
 func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target) (known, random []string) {
 	rest := weightOf(list)
 	for i := range list {
-		protocol, target := s.endpoint(f, &list[i])
+		protocol, target := s.endpointTarget(f, &list[i])
 		record := ""
 		if f.Affinity > 0 {
 			clients := s.clients(f, &list[i])
@@ -164,12 +164,12 @@ func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target
 	return known, random
 }
 
-// endpoint returns the target that sends packets of f to the endpoint e. If a
+// endpointTarget returns the target that sends packets of f to the endpoint e. If a
 // rule with this target must match the protocol, the result protocol is that match. A
 // connection of the endpoint to itself is masqueraded: by an element of a set or, if that
 // is not possible, by a rule of a chain, which then is the target. With counters, the
 // target is always a chain, so that a change of the list does not rewrite the counter.
-func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
+func (s *serviceRenderer) endpointTarget(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
 	if f.Protocol != 0 {
 		protocol = "-p " + protocolNames[f.Protocol] + " "
 	}

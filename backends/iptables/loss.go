@@ -22,7 +22,7 @@ import (
 // a table, all jumps to one of its first chains, or elements of a set. A reload of a
 // firewall may do that. Unlike verify, it takes about as long with many rules as with few.
 func (t *ruleset) checkLoss(ctx context.Context) error {
-	if t.broken != nil {
+	if t.beginErr != nil {
 		return nil
 	}
 	check := t.checkChains

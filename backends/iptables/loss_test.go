@@ -24,7 +24,7 @@ func TestLossIsFoundDuringAPause(t *testing.T) {
 		t.Errorf("the interval of Verify is %v", b.VerifyInterval())
 	}
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		foreign(t, ns, v.flavour)
+		addForeignRules(t, ns, v.flavour)
 		b := start(t, ns, v)
 		mustSync(t, b, pass(everything()...))
 		for _, command := range []string{
@@ -68,7 +68,7 @@ func withoutOthers(text string) string {
 func TestOwnChangesAreNoLoss(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
-		all := append(everything(), wide()...)
+		all := append(everything(), wideServices()...)
 		mustSync(t, b, pass(all...))
 		b.verifyAt = time.Now().Add(time.Hour)
 		for i, view := range all {

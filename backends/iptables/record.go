@@ -38,7 +38,7 @@ func (t *ruleset) allSets() map[string]string {
 // record returns the record for a view. The argument last is the previous record of the
 // service in the same environment, or nil.
 func (t *ruleset) record(view *api.View, last *record) *record {
-	return &record{rendered: t.service(view, last), view: view}
+	return &record{rendered: t.renderService(view, last), view: view}
 }
 
 // replace replaces the record of a service. If other services have entries with the same

@@ -18,7 +18,7 @@ import (
 // entries lead. If a failing service was not delivered in this pass, prune keeps all
 // elements, because any of them may belong to this service.
 func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bool) error {
-	if t.broken != nil {
+	if t.beginErr != nil {
 		return nil
 	}
 	needed := map[chainID]bool{}

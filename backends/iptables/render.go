@@ -309,10 +309,10 @@ type serviceRenderer struct {
 	comments map[*api.PortMapping]string
 }
 
-// service returns the rules and elements that view needs. If view is nil,
+// renderService returns the rules and elements that view needs. If view is nil,
 // the result is empty. The argument last is the previous record of the service in the same
 // environment, or nil.
-func (r *renderer) service(view *api.View, last *record) *rendered {
+func (r *renderer) renderService(view *api.View, last *record) *rendered {
 	s := serviceRenderer{
 		renderer: r, view: view, out: newRendered(), last: last,
 		lists: map[listID]string{}, kept: map[uint64][]keptList{}, wrappers: map[wrapper]string{},
@@ -338,7 +338,7 @@ func (r *renderer) service(view *api.View, last *record) *rendered {
 			continue
 		}
 		id := s.entryOf(filter, &f)
-		for i, rule := range [len(tables)]string{s.untranslated(&f), s.restricted(&f), s.translated(&f)} {
+		for i, rule := range [len(tables)]string{s.filterTarget(&f), s.mangleTarget(&f), s.natTarget(&f)} {
 			id.chain.table = tables[i]
 			if rule != "" {
 				s.out.entries[id] = s.comment(&f) + rule
@@ -386,9 +386,9 @@ type wrapper struct {
 	node, elsewhere string // the chains of lists
 }
 
-// translated returns the target in table nat for the packets of f. It returns
+// natTarget returns the target in table nat for the packets of f. It returns
 // "" if there is no endpoint for any packet. Frontends with the same lists share a chain.
-func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
+func (s *serviceRenderer) natTarget(f *nodeview.Frontend) string {
 	w := wrapper{masquerade: f.Masquerade, elsewhere: s.list(f, &f.Elsewhere)}
 	if f.Masquerade == nodeview.MasqueradeNode {
 		w.node = s.list(f, &f.Node)
@@ -440,10 +440,10 @@ func (r *renderer) fromNode(end string) []string {
 	return rules
 }
 
-// untranslated returns the target in table filter for the packets of f that
+// filterTarget returns the target in table filter for the packets of f that
 // table nat did not translate. It returns "" if these packets need no rule, or if a set
 // handles them.
-func (s *serviceRenderer) untranslated(f *nodeview.Frontend) string {
+func (s *serviceRenderer) filterTarget(f *nodeview.Frontend) string {
 	verdict := cmp.Or(f.Elsewhere.Verdict, f.Node.Verdict)
 	set, target := rejectSet, s.name(reject)
 	if verdict != nodeview.Reject {

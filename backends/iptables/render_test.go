@@ -86,7 +86,7 @@ func TestMasqueradeMarkIsRendered(t *testing.T) {
 	for _, family := range families {
 		r := &renderer{opts: opts, family: family}
 		var got []string
-		for _, line := range append(r.skeleton().lines(opts), r.service(view("web", "10.96.0.1 fd00:96::1", "!10.1.0.1 !fd00::1", loadBalancer), nil).lines(opts)...) {
+		for _, line := range append(r.skeleton().lines(opts), r.renderService(view("web", "10.96.0.1 fd00:96::1", "!10.1.0.1 !fd00::1", loadBalancer), nil).lines(opts)...) {
 			if strings.Contains(line, "mark") || strings.Contains(line, "0x") {
 				got = append(got, line)
 			}
@@ -262,7 +262,7 @@ func TestServicesAreRendered(t *testing.T) {
 			for line := range strings.Lines(strings.TrimPrefix(c.want, "\n")) {
 				want = append(want, strings.TrimSpace(line))
 			}
-			if diff := cmp.Diff(want, r.service(c.view, nil).lines(&opts)); diff != "" {
+			if diff := cmp.Diff(want, r.renderService(c.view, nil).lines(&opts)); diff != "" {
 				t.Errorf("rules differ (-want +got):\n%s", diff)
 			}
 		})

@@ -73,10 +73,10 @@ type ruleset struct {
 	// counted has the chains that counted connections when the pass began. It is nil
 	// while there is no pass.
 	counted map[string]counted
-	// broken is the error of the last call of begin, or nil. While broken is not
+	// beginErr is the error of the last call of begin, or nil. While beginErr is not
 	// nil, all services of this family fail. failures is the number of consecutive
 	// calls of begin that failed.
-	broken   error
+	beginErr error
 	failures int
 	// inexact has the chains whose rules iptables-save prints in another form than this
 	// package writes them. The value is the digest of the printed rules. For one of the
@@ -110,7 +110,7 @@ func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 
 // setEnvironment renders the skeleton and all services again if env differs from the
 // present environment.
 func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
-	if t.broken != nil || t.env.equal(&env) {
+	if t.beginErr != nil || t.env.equal(&env) {
 		return nil
 	}
 	t.env = env

@@ -36,11 +36,11 @@ type sourceList struct {
 // makes them larger.
 const sourceType = "hash:net hashsize 64"
 
-// restricted returns the rest of a rule of table mangle that drops packets to f
+// mangleTarget returns the rest of a rule of table mangle that drops packets to f
 // from other sources than those that f admits. It returns "" if f admits all sources.
 // Table mangle is before table nat, so a rule of another program cannot translate such
 // packets first.
-func (s *serviceRenderer) restricted(f *nodeview.Frontend) string {
+func (s *serviceRenderer) mangleTarget(f *nodeview.Frontend) string {
 	if !f.Sources.Restricted {
 		return ""
 	}

@@ -17,7 +17,7 @@ import (
 // verify compares the kernel with what commit has written. It returns a
 // [kernelnode.Difference] if another program has changed something.
 func (t *ruleset) verify(ctx context.Context) error {
-	if t.broken != nil {
+	if t.beginErr != nil {
 		return nil
 	}
 	generation, err := t.run.generation(ctx)

@@ -33,7 +33,7 @@ import (
 type backend struct {
 	opts       Options
 	owner      ownership.Owner
-	hns        *observed
+	hns        *observedHNS
 	record     *record
 	reconciler reconcile.Reconciler
 	log        klog.Logger // of the present call
@@ -43,7 +43,7 @@ type backend struct {
 	surveyed bool
 	// unserved and unservedBefore are the frontends that were logged in this pass and in the
 	// pass before.
-	unserved, unservedBefore map[types.NamespacedName][]unserved
+	unserved, unservedBefore map[types.NamespacedName][]unservedFrontend
 
 	// holdings is the state of HNS, or nil before the first listing.
 	holdings *holdings
@@ -89,11 +89,11 @@ func New(opts Options) (backends.Dataplane, error) {
 	}
 	b := &backend{
 		opts:     opts,
-		unserved: map[types.NamespacedName][]unserved{},
+		unserved: map[types.NamespacedName][]unservedFrontend{},
 		troubled: map[frontend]types.NamespacedName{},
 		void:     map[frontend]bool{},
 	}
-	b.hns = &observed{hns: service, opts: &b.opts, now: time.Now}
+	b.hns = &observedHNS{hns: service, opts: &b.opts, now: time.Now}
 	b.environment.dsr, b.environment.maxBalancers = opts.EnableDSR, opts.MaxLoadBalancers
 	b.environment.forwardChecks, b.environment.healthzPort = opts.RootEndpoint != "", opts.HealthzPort
 	for _, a := range opts.SourceVIPs {
@@ -104,7 +104,7 @@ func New(opts Options) (backends.Dataplane, error) {
 		}
 	}
 	// The driver calls Verify rarely enough, see VerifyInterval.
-	b.reconciler = reconcile.New(b, reconcile.Options[frontend, *policy]{Equal: b.equal, Drifted: b.drifted, VerifyInterval: -1})
+	b.reconciler = reconcile.New(b, reconcile.Options[frontend, *policy]{Equal: b.equal, Drifted: b.reportDrift, VerifyInterval: -1})
 	return b, nil
 }
 
@@ -182,7 +182,7 @@ func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	ips := b.addresses(c)
 	if c.First {
 		b.beginning, b.environment.nodeIPs = true, ips
-		b.unservedBefore, b.unserved = b.unserved, map[types.NamespacedName][]unserved{}
+		b.unservedBefore, b.unserved = b.unserved, map[types.NamespacedName][]unservedFrontend{}
 		clear(b.troubled)
 	} else if !slices.Equal(ips, b.environment.nodeIPs) {
 		return errNodeChanged
@@ -290,8 +290,8 @@ func (b *backend) addresses(c *sink.Changes) []netip.Addr {
 	return ips
 }
 
-// drifted reports drift, except the differences after a failed call.
-func (b *backend) drifted(now bool) {
+// reportDrift reports drift, except the differences after a failed call.
+func (b *backend) reportDrift(now bool) {
 	if !now || !b.distrusted {
 		b.opts.Observer.Drifted(now)
 	}

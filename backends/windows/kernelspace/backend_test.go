@@ -85,12 +85,12 @@ func TestHNSIsListedOnceForAnyNumberOfServices(t *testing.T) {
 		v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), all...)
 		w.views[v.Key()] = v
 	}
-	w.must(w.full())
+	w.must(w.syncAll())
 	first := and(listing, map[string]int{"Features": 1, "CreateEndpoint": services * endpoints, "CreateLoadBalancer": services})
 	w.mustHaveCalled(first)
 
 	w.restart()
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.mustHaveCalled(and(listing, map[string]int{"Features": 1}))
 
 	w.must(w.set(view(service("svc-7", withClusterIP(7)), "10.1.7.1", "10.1.7.2", "10.1.7.3", "10.1.7.4", "10.1.7.9")))
@@ -188,7 +188,7 @@ func TestForeignObjectsAreNotChanged(t *testing.T) {
 	w.must(w.set(view(service("web"), "10.1.1.1@here", "10.1.2.1"), view(service("dns", withClusterIP(2)), "10.1.2.1")))
 	w.must(w.remove("dns"))
 	w.restart()
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.must(w.remove("web"))
 	if diff := cmp.Diff(before, w.hns.Dump()); diff != "" {
 		t.Errorf("HNS after services were added and deleted (-before +after):\n%s", diff)
@@ -231,7 +231,7 @@ func TestForeignLoadBalancerIsNotTakenForOwn(t *testing.T) {
 			w.must(w.remove("web"))
 			w.mustHave(foreign)
 			w.restart()
-			w.must(w.full())
+			w.must(w.syncAll())
 			w.mustHave(foreign)
 			w.must(w.backend.Cleanup(t.Context()))
 			w.mustHave(foreign)
@@ -252,7 +252,7 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 				if restarts {
 					w.restart()
 				}
-				w.must(w.full())
+				w.must(w.syncAll())
 				if n := w.hns.Calls()["CreateLoadBalancer"]; n != 0 {
 					t.Errorf("the load balancer was created again %d times", n)
 				}
@@ -270,7 +270,7 @@ func TestDuplicateOwnLoadBalancersAreRemoved(t *testing.T) {
 	w.hns.SetHook(failCalls("DeleteLoadBalancer", fakehns.ErrIgnored))
 	failures(t, w.set(view(service("web"), "10.1.2.2")))
 	w.hns.SetHook(nil)
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
 	w.mustHaveRemotes("10.1.2.2")
 }
@@ -395,7 +395,7 @@ func TestFailedDeletionIsRetried(t *testing.T) {
 	// The restarted backend knows only from the record that it owns the load balancer. The
 	// deletion fails again, and Verify repeats it.
 	w.restart()
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
 	w.hns.SetHook(nil)
 	w.must(w.backend.Verify(t.Context()))
@@ -406,13 +406,13 @@ func TestFailedDeletionIsRetried(t *testing.T) {
 func TestStaleLoadBalancersWaitForFailingServices(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("gone", withClusterIP(3)), "10.1.2.3")))
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.restart()
 	clear(w.views)
 	web := view(service("web"), "10.1.2.1")
 	w.views[web.Key()] = web
 	w.hns.SetHook(failCalls("CreateLoadBalancer", errRefused))
-	if got := failures(t, w.full()); got["web"] == "" || len(got) != 1 {
+	if got := failures(t, w.syncAll()); got["web"] == "" || len(got) != 1 {
 		t.Errorf("failed: %q, want web", got)
 	}
 	w.mustHave("10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3")
@@ -459,7 +459,7 @@ func TestVanishedLoadBalancersAreRestored(t *testing.T) {
 		v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), fmt.Sprintf("10.1.%d.%d", i>>8, i&255))
 		w.views[v.Key()] = v
 	}
-	w.must(w.full())
+	w.must(w.syncAll())
 	want := w.hns.Dump()
 	vanish := func() {
 		lbs, _ := w.hns.LoadBalancers()
@@ -521,7 +521,7 @@ func TestLoadBalancerWithoutEndpointsIsDeletedFirst(t *testing.T) {
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.2`)
 			w.pod("10.1.1.1")
-			w.must(w.full())
+			w.must(w.syncAll())
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.2
 				10.96.0.9 protocol 6 port 80->8080 to 10.1.1.1`)
@@ -557,7 +557,7 @@ func TestLoadBalancerOfAnotherOwnerWithoutPortsStays(t *testing.T) {
 	fakehns.Use(t, withForeignBalancer{w.hns, t})
 	w.restart()
 	w.must(w.set(view(service("a", withClusterIP(1)), "10.1.2.1")))
-	w.must(w.full())
+	w.must(w.syncAll())
 }
 
 // HNS keeps endpoints although it reports their deletion as successful
@@ -610,7 +610,7 @@ func TestLossDuringFailedVerifyIsRepaired(t *testing.T) {
 				t.Errorf("Verify without HNS returned %v, which requests no retry", err)
 			}
 			w.hns.SetHook(nil)
-			w.must(w.full())
+			w.must(w.syncAll())
 			if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
 				t.Errorf("HNS after recovery (-want +got):\n%s", diff)
 			}
@@ -634,7 +634,7 @@ func TestIgnoredCallsAreRepaired(t *testing.T) {
 			w.hns.SetHook(failCalls(call, fakehns.ErrIgnored))
 			steps()
 			w.hns.SetHook(nil)
-			w.must(w.full())
+			w.must(w.syncAll())
 			if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
 				t.Errorf("HNS (-want +got):\n%s", diff)
 			}
@@ -650,7 +650,7 @@ func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	}
 	w.mustHaveCalled(map[string]int{"Features": 1})
 	w.hns.SetHook(nil)
-	w.must(w.full())
+	w.must(w.syncAll())
 
 	w.hns.SetHook(failCalls("CreateEndpoint", hns.ErrNotRunning))
 	changed := view(service("web"), "10.1.2.2")
@@ -671,7 +671,7 @@ func TestBackendWaitsForNetwork(t *testing.T) {
 		t.Errorf("Sync without the network returned %v", err)
 	}
 	w.hns.AddNetwork(network)
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
 }
 
@@ -688,7 +688,7 @@ func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 	if err := w.remove("other"); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("the retry returned %v, want an error that requests a pass", err)
 	}
-	w.must(w.full())
+	w.must(w.syncAll())
 	if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
 		t.Errorf("HNS after the network was created again (-want +got):\n%s", diff)
 	}
@@ -697,11 +697,11 @@ func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 func TestOverlayNetworkNeedsSourceVIPAndRemoteSubnets(t *testing.T) {
 	overlay := hns.Network{Overlay: true}
 	w := newWorld(t, fakehns.AllFeatures(), overlay, kernelspace.Options{})
-	if err := w.full(); err == nil || !strings.Contains(err.Error(), "needs a source VIP") {
+	if err := w.syncAll(); err == nil || !strings.Contains(err.Error(), "needs a source VIP") {
 		t.Errorf("Sync without a source VIP returned %v", err)
 	}
 	w = newWorld(t, without(func(f *hns.Features) { f.RemoteSubnet = false }), overlay, kernelspace.Options{})
-	if err := w.full(); err == nil || !strings.Contains(err.Error(), "remote subnets are not supported") {
+	if err := w.syncAll(); err == nil || !strings.Contains(err.Error(), "remote subnets are not supported") {
 		t.Errorf("Sync without support for remote subnets returned %v", err)
 	}
 }
@@ -721,7 +721,7 @@ func TestDamagedStateFileDoesNotStopBackend(t *testing.T) {
 		t.Error("Cleanup returned no error for a damaged state file")
 	}
 	w.restart()
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.mustHaveCalled(and(listing, map[string]int{"Features": 1}))
 	w.must(w.remove("web"))
 	w.mustHave("")
@@ -914,9 +914,9 @@ func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 		}
 	}
 	refuse(w.set(wide(5)))
-	refuse(w.full())
+	refuse(w.syncAll())
 	w.restart()
-	refuse(w.full())
+	refuse(w.syncAll())
 	w.must(w.backend.Verify(t.Context()))
 	w.must(w.set(wide(1)))
 	w.must(w.set(view(service("web", withClusterIP(9)), "10.1.2.9")))
@@ -941,7 +941,7 @@ func TestRefusedServiceServesNoFrontendWithSourceRanges(t *testing.T) {
 	}
 	ranges := []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}
 	wide := with(ranges, "203.0.113.1", "203.0.113.2", "203.0.113.3")
-	for _, err := range []error{w.set(wide), w.full()} {
+	for _, err := range []error{w.set(wide), w.syncAll()} {
 		failed, ok := sink.Acknowledged(err)
 		if !ok || failed[wide.Key()] == nil {
 			t.Errorf("the error is %v, want one of the service", err)
@@ -956,7 +956,7 @@ func TestRefusedServiceServesNoFrontendWithSourceRanges(t *testing.T) {
 // balancer of another one. Only retries of the refused service list the objects of HNS.
 func TestOnlyRetriesOfAFailedServiceListHNS(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.hns.Calls()
 	w.hns.SetHook(failCalls("CreateLoadBalancer", errors.New("refused")))
 	bad := view(service("bad", withClusterIP(8)), "10.1.2.8")

@@ -53,7 +53,7 @@ func (b *backend) announce(ops []op) {
 }
 
 func (b *backend) planCreation(p *policy, service types.NamespacedName) {
-	b.record.plan(p.frontend, planned{Service: service, Target: p.target, Asked: digestOf(p.toLoadBalancer(nil))})
+	b.record.plan(p.frontend, plannedBalancer{Service: service, Target: p.target, Asked: digestOf(p.toLoadBalancer(nil))})
 }
 
 // isToBeCreated reports whether a policy needs a new load balancer. It needs one if its
@@ -63,7 +63,7 @@ func (b *backend) isToBeCreated(p *policy) bool {
 	if len(own) == 0 {
 		return len(b.holdings.byFrontend[p.frontend]) == 0 // the method balance decides whether to replace a load balancer of another owner
 	}
-	ids, all := b.known(p)
+	ids, all := b.endpointIDs(p)
 	have, want := b.holdings.balancers[own[0]], p.toLoadBalancer(ids)
 	return !b.record.unchanged(have, want) || !b.environment.features.ModifyLoadBalancer && !(all && sameEndpoints(have, want))
 }
@@ -139,7 +139,7 @@ func (b *backend) dropEmpty() error {
 			if slices.ContainsFunc(lb.Endpoints, b.holdings.hasEndpoint) {
 				continue
 			}
-		} else if _, other := b.unwanted(lb); other || len(lb.Endpoints) > 0 || len(lb.Ports) == 0 {
+		} else if _, other := b.unservedAt(lb); other || len(lb.Endpoints) > 0 || len(lb.Ports) == 0 {
 			continue
 		}
 		if err := b.deleteBalancer(id); isFatal(err) {
@@ -151,8 +151,8 @@ func (b *backend) dropEmpty() error {
 	return nil
 }
 
-// unwanted returns a frontend of a load balancer that this backend does not serve.
-func (b *backend) unwanted(lb hns.LoadBalancer) (f frontend, ok bool) {
+// unservedAt returns a frontend of a load balancer that this backend does not serve.
+func (b *backend) unservedAt(lb hns.LoadBalancer) (f frontend, ok bool) {
 	for _, f := range frontendsOf(lb) {
 		if _, troubled := b.troubled[f]; !b.wanted[f] && !b.void[f] && !troubled && len(b.balancersAt(f)) == 0 {
 			return f, true
@@ -165,7 +165,7 @@ func (b *backend) unwanted(lb hns.LoadBalancer) (f frontend, ok bool) {
 // may have created the load balancer.
 func (b *backend) keep(p *policy, service types.NamespacedName, have, want hns.LoadBalancer) {
 	if m := b.record.made[have.ID]; m == nil || m.Service != service {
-		b.record.add(have.ID, made{Frontend: p.frontend, Service: service, Asked: digestOf(want), Answered: digestOf(have)})
+		b.record.add(have.ID, madeBalancer{Frontend: p.frontend, Service: service, Asked: digestOf(want), Answered: digestOf(have)})
 	}
 }
 
@@ -194,7 +194,7 @@ func (b *backend) mayReplace(f frontend, lb hns.LoadBalancer) error {
 	if b.record.owns(lb.ID) {
 		return nil
 	}
-	if other, ok := b.unwanted(lb); ok {
+	if other, ok := b.unservedAt(lb); ok {
 		return fmt.Errorf("load balancer %s of another owner has this frontend and also %s", lb.ID, other)
 	}
 	b.log.Info("Replacing a load balancer of another owner", "frontend", f.String(), "id", lb.ID)
@@ -224,7 +224,7 @@ func (b *backend) create(p *policy, service types.NamespacedName, want hns.LoadB
 		return fmt.Errorf("create load balancer: %w", err)
 	}
 	b.log.V(3).Info("Created load balancer", "service", service, "frontend", p.frontend.String(), "id", answer.ID, "endpoints", len(want.Endpoints))
-	b.record.add(answer.ID, made{Frontend: p.frontend, Service: service, Asked: digestOf(want), Answered: digestOf(answer)})
+	b.record.add(answer.ID, madeBalancer{Frontend: p.frontend, Service: service, Asked: digestOf(want), Answered: digestOf(answer)})
 	answer.Endpoints = want.Endpoints
 	b.holdings.addBalancer(answer)
 	return nil

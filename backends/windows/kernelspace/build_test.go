@@ -134,8 +134,8 @@ func (w *world) restart() {
 	w.hns.Calls()
 }
 
-// full delivers all services to the backend in one pass.
-func (w *world) full() error {
+// syncAll delivers all services to the backend in one pass.
+func (w *world) syncAll() error {
 	var changes []sink.Change
 	for _, key := range slices.SortedFunc(maps.Keys(w.views), ordering.Keys) {
 		changes = append(changes, sink.Change{Key: key, New: w.views[key], Unsure: true})
@@ -164,7 +164,7 @@ func (w *world) remove(name string) error {
 // change delivers changes or, if the backend needs a pass, all services.
 func (w *world) change(changes ...sink.Change) error {
 	if w.needsPass {
-		return w.full()
+		return w.syncAll()
 	}
 	return w.sync(&sink.Changes{Services: slices.Values(changes), NodeChanged: true})
 }
@@ -174,7 +174,7 @@ func (w *world) verify() {
 	w.Helper()
 	err := w.backend.Verify(w.Context())
 	if errors.Is(err, sink.ErrStartOver) {
-		err = w.full()
+		err = w.syncAll()
 	}
 	w.must(err)
 }

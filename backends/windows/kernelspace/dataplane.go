@@ -51,7 +51,7 @@ func (b *backend) Plan(view *api.View, emit func(frontend, *policy)) error {
 }
 
 // logLacking logs once which frontends of a service are not served or only partly served.
-func (b *backend) logLacking(service types.NamespacedName, lacking []unserved) {
+func (b *backend) logLacking(service types.NamespacedName, lacking []unservedFrontend) {
 	logged, ok := b.unserved[service]
 	if !ok {
 		logged = b.unservedBefore[service]
@@ -108,7 +108,7 @@ func (b *backend) equal(is, want *policy) bool {
 // is false, endpoints may be missing.
 func (b *backend) isProgrammed(p *policy, complete bool) bool {
 	own := b.balancersAt(p.frontend)
-	ids, all := b.known(p)
+	ids, all := b.endpointIDs(p)
 	if len(own) != min(len(ids), 1) || complete && !all {
 		return false
 	}

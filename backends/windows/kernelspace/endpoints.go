@@ -14,9 +14,9 @@ import (
 	"github.com/kpng-project/kpng/internal/hns"
 )
 
-// known returns the sorted IDs of a policy's endpoints that HNS has. all is false if an
+// endpointIDs returns the sorted IDs of a policy's endpoints that HNS has. all is false if an
 // endpoint is missing.
-func (b *backend) known(p *policy) (ids []string, all bool) {
+func (b *backend) endpointIDs(p *policy) (ids []string, all bool) {
 	if p.toRoot {
 		id, ok := b.rootEndpoint()
 		if !ok {
@@ -40,7 +40,7 @@ func (b *backend) known(p *policy) (ids []string, all bool) {
 // endpoints creates the remote endpoints of a policy that HNS lacks. It returns the sorted
 // IDs of all its endpoints. The error names the endpoints that are still missing.
 func (b *backend) endpoints(p *policy) (ids []string, lacking error) {
-	ids, all := b.known(p)
+	ids, all := b.endpointIDs(p)
 	if all {
 		return ids, nil
 	}
@@ -55,7 +55,7 @@ func (b *backend) endpoints(p *policy) (ids []string, lacking error) {
 			errs = append(errs, fmt.Errorf("endpoint %s: %w", d.addr, err))
 		}
 	}
-	ids, _ = b.known(p)
+	ids, _ = b.endpointIDs(p)
 	return ids, errors.Join(errs...)
 }
 
@@ -87,7 +87,7 @@ func (b *backend) ensureEndpoint(d destination) error {
 	if d.at == podHere {
 		return errors.New("pod of this node has no HNS endpoint; the network plug-in has to create it")
 	}
-	err := b.createEndpoint(b.environment.remote(endpointName(b.opts.Instance, d.addr), d.addr))
+	err := b.createEndpoint(b.environment.remoteEndpoint(endpointName(b.opts.Instance, d.addr), d.addr))
 	if !errors.Is(err, hns.ErrExists) {
 		return err
 	}
@@ -160,7 +160,7 @@ func (b *backend) ensureSourceVIPs() error {
 		if _, ok := b.holdings.endpointAt(vip); ok || !vip.Is4() {
 			continue // the address has an endpoint, or is an IPv6 address, which HNS does not balance on overlay networks
 		}
-		b.drifted(!b.passing)
+		b.reportDrift(!b.passing)
 		mac, err := b.hostMAC()
 		if err == nil {
 			err = b.createEndpoint(hns.Endpoint{Name: sourceVIPName(b.opts.Instance), Network: b.environment.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
@@ -187,7 +187,7 @@ func (b *backend) dropMoved() error {
 		if !b.holdings.isOwn(e) || !e.Provider.IsValid() {
 			continue
 		}
-		if provider := b.environment.remote("", e.Addrs[0]).Provider; provider.IsValid() && provider != e.Provider {
+		if provider := b.environment.remoteEndpoint("", e.Addrs[0]).Provider; provider.IsValid() && provider != e.Provider {
 			moved = append(moved, e)
 		}
 	}

@@ -43,7 +43,7 @@ func TestOnlyChangesByOthersAreDrift(t *testing.T) {
 	var log eventLog
 	addresses := nodeaddrs.Of(addr("192.168.0.1"))
 	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{Options: backends.Options{Observer: &log, NodeAddresses: addresses}})
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.must(w.set(view(service("web"), "10.1.2.1")))
 	holds := []string{"holds 1 endpoints", "holds 1 load_balancers"}
 	log.events = slices.DeleteFunc(log.events, func(e string) bool { return e == "holds 0 endpoints" || e == "holds 0 load_balancers" })
@@ -76,7 +76,7 @@ func (s *nodeSource) SetNode(node *api.Node) { s.nodes = append(s.nodes, node) }
 func TestSourceGetsOnlyChangedNodes(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of(addr("192.168.0.1"))}
 	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{Options: backends.Options{NodeAddresses: source}})
-	w.must(w.full())
+	w.must(w.syncAll())
 	w.must(w.syncBatch(false, false, view(service("web"), "10.1.2.1")))
 	if len(source.nodes) != 1 {
 		t.Errorf("the source got %d Node objects, want 1", len(source.nodes))

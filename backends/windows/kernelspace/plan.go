@@ -81,9 +81,9 @@ const (
 	hostHere
 )
 
-// unserved describes a frontend that HNS cannot provide, or can provide only
+// unservedFrontend describes a frontend that HNS cannot provide, or can provide only
 // partly.
-type unserved struct {
+type unservedFrontend struct {
 	key    nodeview.FrontendKey
 	reason string
 	// degraded is true if HNS provides the frontend partly.
@@ -117,7 +117,7 @@ type environment struct {
 // has no side effects. A frontend without endpoints gets no load balancer, because HNS
 // can neither reject nor drop packets. If the service has too many frontends, plan returns
 // an error.
-func plan(view *api.View, on *environment) (policies []policy, lacking []unserved, err error) {
+func plan(view *api.View, on *environment) (policies []policy, lacking []unservedFrontend, err error) {
 	var checked []nodeview.Frontend
 	preserve := preservesDestination(view.Service)
 	lists := map[listKey]*destinations{}
@@ -128,12 +128,12 @@ func plan(view *api.View, on *environment) (policies []policy, lacking []unserve
 			return nil, nil, fmt.Errorf("create more than %d load balancers for one service: raise Options.MaxLoadBalancers", on.maxBalancers)
 		}
 		if reason := on.refusal(&f); reason != "" {
-			lacking = append(lacking, unserved{key: f.FrontendKey, reason: reason})
+			lacking = append(lacking, unservedFrontend{key: f.FrontendKey, reason: reason})
 			continue
 		}
-		p, degraded := on.policy(&f, preserve, lists)
+		p, degraded := on.planPolicy(&f, preserve, lists)
 		for _, reason := range degraded {
-			lacking = append(lacking, unserved{f.FrontendKey, reason, true})
+			lacking = append(lacking, unservedFrontend{f.FrontendKey, reason, true})
 		}
 		if len(p.endpoints) == 0 {
 			continue
@@ -224,12 +224,12 @@ func frontendOf(f *nodeview.Frontend) frontend {
 	return frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}
 }
 
-// policy plans the load balancer of a frontend. The second result describes
+// planPolicy plans the load balancer of a frontend. The second result describes
 // the settings that HNS does not support. The policy has the endpoints for traffic from
 // outside this node. This node's own traffic goes to them too, because a load balancer of
 // HNS has only one list of endpoints. Frontends with equal lists share the endpoints, which
 // are in lists.
-func (on *environment) policy(f *nodeview.Frontend, preserve bool, lists map[listKey]*destinations) (p policy, degraded []string) {
+func (on *environment) planPolicy(f *nodeview.Frontend, preserve bool, lists map[listKey]*destinations) (p policy, degraded []string) {
 	p = policy{frontend: frontendOf(f)}
 	if f.Family == api.IPv6 {
 		p.flags |= hns.IPv6
@@ -353,9 +353,9 @@ func (on *environment) nodeIP(f api.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// remote returns the HNS endpoint to create for the address of a pod on
+// remoteEndpoint returns the HNS endpoint to create for the address of a pod on
 // another node.
-func (on *environment) remote(name string, addr netip.Addr) hns.Endpoint {
+func (on *environment) remoteEndpoint(name string, addr netip.Addr) hns.Endpoint {
 	e := hns.Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {
 		// If the address belongs to no other node, the provider is this node.

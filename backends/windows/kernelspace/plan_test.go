@@ -288,7 +288,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 				}
 				w.views[tc.view.Key()] = tc.view
 				for range 2 {
-					got := failures(t, w.full())
+					got := failures(t, w.syncAll())
 					if got["web"] != tc.fails {
 						t.Errorf("Sync failed with %q, want %q", got["web"], tc.fails)
 					}
@@ -302,7 +302,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 						w.mustHaveCalled(listing)
 					}
 					w.restart()
-					failures(t, w.full())
+					failures(t, w.syncAll())
 					for call, n := range w.hns.Calls() {
 						if listing[call] == 0 && call != "Features" {
 							t.Errorf("after a restart %s was called %d times", call, n)

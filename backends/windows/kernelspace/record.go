@@ -31,14 +31,14 @@ import (
 // a listing.
 type record struct {
 	journal *journal.Journal
-	planned map[frontend]*planned
-	made    map[string]*made // by ID
+	planned map[frontend]*plannedBalancer
+	made    map[string]*madeBalancer // by ID
 	// deleted is the number of load balancers in made that are deleted.
 	deleted int
 }
 
-// planned describes a load balancer whose ID is unknown.
-type planned struct {
+// plannedBalancer describes a load balancer whose ID is unknown.
+type plannedBalancer struct {
 	Service types.NamespacedName
 	Target  uint16
 	// Asked is the digest of the requested settings.
@@ -46,8 +46,8 @@ type planned struct {
 	requested bool
 }
 
-// made describes a load balancer that HNS created.
-type made struct {
+// madeBalancer describes a load balancer that HNS created.
+type madeBalancer struct {
 	Frontend frontend
 	Service  types.NamespacedName
 	// Asked is the digest of the requested settings. Answered is the digest of the settings
@@ -79,12 +79,12 @@ func readRecord(path string) (*record, error) {
 }
 
 func newRecord(j *journal.Journal) *record {
-	return &record{journal: j, planned: map[frontend]*planned{}, made: map[string]*made{}}
+	return &record{journal: j, planned: map[frontend]*plannedBalancer{}, made: map[string]*madeBalancer{}}
 }
 
 func (r *record) read(key, value string) error {
 	if id, ok := strings.CutPrefix(key, madePrefix); ok {
-		m := &made{}
+		m := &madeBalancer{}
 		r.made[id] = m
 		return json.Unmarshal([]byte(value), m)
 	}
@@ -96,7 +96,7 @@ func (r *record) read(key, value string) error {
 	if err := json.Unmarshal([]byte(text), &f); err != nil {
 		return err
 	}
-	p := &planned{requested: true}
+	p := &plannedBalancer{requested: true}
 	r.planned[f] = p
 	return json.Unmarshal([]byte(value), p)
 }
@@ -105,14 +105,14 @@ func (r *record) read(key, value string) error {
 func (r *record) owns(id string) bool { return r.made[id] != nil }
 
 // plan records a load balancer whose creation is about to be requested.
-func (r *record) plan(f frontend, p planned) {
+func (r *record) plan(f frontend, p plannedBalancer) {
 	r.planned[f] = &p
 	r.journal.Set(plannedPrefix+encode(f), encode(p))
 }
 
 // add records a load balancer that exists in HNS, and removes the plan for its
 // frontend.
-func (r *record) add(id string, m made) {
+func (r *record) add(id string, m madeBalancer) {
 	r.setDeleted(id, false)
 	r.made[id] = &m
 	r.journal.Set(madePrefix+id, encode(m))
@@ -161,7 +161,7 @@ func (r *record) confirm(have *holdings) {
 		for _, id := range have.byFrontend[f] {
 			lb := have.balancers[id]
 			if !r.owns(id) && len(frontendsOf(lb)) == 1 && len(lb.Ports) == 1 && lb.Ports[0].Internal == p.Target {
-				r.add(id, made{Frontend: f, Service: p.Service, Asked: p.Asked, Answered: digestOf(lb)})
+				r.add(id, madeBalancer{Frontend: f, Service: p.Service, Asked: p.Asked, Answered: digestOf(lb)})
 			}
 		}
 		r.dropPlan(f)

@@ -122,7 +122,7 @@ func (t *changes[K, V]) op(c *touch[K, V]) (op Op[K, V], ok bool) {
 	case owner == c.from:
 		return t.setting(c.object, c.want)
 	case owner == c.before.owner:
-		return op, false
+		return Op[K, V]{}, false
 	}
 	// Another user inherits the object.
 	if heir, want := t.heir(c); heir != nil {
@@ -272,7 +272,7 @@ func (t *changes[K, V]) fail(c *touch[K, V], err error) {
 		if s.failed = true; t.failed[s.key] == nil {
 			t.failed.Add(s.key, err)
 		}
-		if c.before.has(s) && !c.users.has(s) {
+		if !c.users.has(s) { // it has released the object
 			c.users.add(s)
 			s.objects = append(s.objects, c.object)
 		}

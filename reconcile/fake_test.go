@@ -226,6 +226,13 @@ func (w *world) mustFail(err error, names ...string) {
 	}
 }
 
+func (w *world) mustStartOver(err error) {
+	w.Helper()
+	if !errors.Is(err, sink.ErrStartOver) {
+		w.Errorf("error %v, want ErrStartOver", err)
+	}
+}
+
 func (w *world) mustHave(want ...string) {
 	w.Helper()
 	var got []string

@@ -221,14 +221,14 @@ func (u *users[K, V]) own(s *service[K, V]) {
 	}
 }
 
-// remove removes a service. If it was the owner, another one becomes the owner.
+// remove removes a user. If it was the owner, another one becomes the owner.
 func (u *users[K, V]) remove(s *service[K, V]) {
 	switch {
-	case u.owner != s && u.others != nil:
+	case u.owner != s:
 		u.others.Delete(s)
-	case u.owner == s && u.others != nil:
+	case u.others != nil:
 		u.owner, _ = u.others.DeleteMin()
-	case u.owner == s:
+	default:
 		u.owner = nil
 	}
 	if u.others != nil && u.others.Len() == 0 {
@@ -267,7 +267,6 @@ func New[K comparable, V any](d Dataplane[K, V], opts Options[K, V]) Reconciler 
 	}
 	setDefault(&opts.Depth, func(K) int { return 0 })
 	setDefault(&opts.Base, func(func(K, V)) {})
-	setDefault(&opts.Virtual, func(K) bool { return false })
 	setDefault(&opts.MaxOps, 20_000)
 	setDefault(&opts.VerifyInterval, 5*time.Second)
 	setDefault(&opts.Drifted, func(bool) {})

@@ -50,6 +50,12 @@ func TestOperationsHaveTheirService(t *testing.T) {
 	w.must(w.sync(sink.Changes{}, "b"))
 	check("b")
 	w.mustHave()
+	// A failing service, b, is the only user after c.
+	w.mustFail(w.sync(sink.Changes{}, w.view("b", "k=b", "error")), "b")
+	w.must(w.sync(sink.Changes{}, w.view("c", "k=c")))
+	w.must(w.sync(sink.Changes{}, "c"))
+	check("b")
+	w.mustHave()
 	if err := w.faults; err != nil {
 		t.Error(err)
 	}
@@ -215,8 +221,8 @@ func TestLargeSyncIsDivided(t *testing.T) {
 	w := newWorld(t)
 	w.opts.MaxOps = 2
 	w.restart()
-	w.must(w.sync(pass, w.view("a", "k1=a"), w.view("b", "k2=b", "k3=b"), w.view("c", "k4=c", "k5=c", "k6=c"), w.view("d", "k7=d")))
-	w.mustCall("k1=a", "k2=b k3=b", "k4=c k5=c k6=c", "k7=d")
+	w.must(w.sync(pass, w.view("a", "k1=a"), w.view("b", "k2=b", "k3=b"), w.view("c", "k4=c", "k5=c", "k6=c"), w.view("d", "k7=d"), w.view("e", "k8=e"), w.view("f", "k9=f")))
+	w.mustCall("k1=a", "k2=b k3=b", "k4=c k5=c k6=c", "k7=d k8=e", "k9=f")
 }
 
 func TestVerifyRepairsOnlyDifferences(t *testing.T) {
@@ -279,6 +285,8 @@ func TestPauseGrowsWithTheCostAndWithRepairs(t *testing.T) {
 
 func TestComparisonIgnoresTheThirdInterruption(t *testing.T) {
 	w := newWorld(t)
+	w.opts.VerifyInterval = -1
+	w.restart()
 	w.must(w.sync(pass, w.view("a", "k=a")))
 	delete(w.fake.objects, "k")
 	w.fake.objects["x"] = ""
@@ -291,13 +299,18 @@ func TestComparisonIgnoresTheThirdInterruption(t *testing.T) {
 	}
 	w.must(w.Verify(ctx))
 	w.mustHave("k=a")
+	if err := w.Verify(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v of the first interruption after a comparison", err)
+	}
 }
 
 func TestCleanup(t *testing.T) {
 	w := newWorld(t)
+	w.must(w.sync(pass))
 	w.fake.objects = map[string]string{"g1": "x", "f1": "g1"}
 	w.must(w.reconciler.Cleanup(t.Context()))
 	w.mustHave()
+	w.mustStartOver(w.sync(sink.Changes{}, w.view("a", "k=a")))
 }
 
 // capable is a dataplane with optional methods.
@@ -306,7 +319,7 @@ type capable struct{ *fake }
 func (capable) Start(context.Context) error     { return errBad }
 func (capable) StopTimeout() time.Duration      { return time.Hour }
 func (capable) VerifyInterval() time.Duration   { return time.Hour }
-func (c capable) Cleanup(context.Context) error { c.objects["cleaned"] = "up"; return nil }
+func (c capable) Cleanup(context.Context) error { c.objects["cleaned"] = "up"; return errBroken }
 
 func TestOptionalMethodsOfTheDataplaneWork(t *testing.T) {
 	w := newWorld(t)
@@ -320,8 +333,12 @@ func TestOptionalMethodsOfTheDataplaneWork(t *testing.T) {
 	if s, ok := sink.As[interface{ VerifyInterval() time.Duration }](r); !ok || s.VerifyInterval() != 5*time.Second {
 		t.Error("VerifyInterval is not that of the Reconciler")
 	}
-	w.must(r.Cleanup(t.Context()))
+	w.must(r.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: slices.Values[[]sink.Change](nil)}))
+	if err := r.Cleanup(t.Context()); err != errBroken {
+		t.Errorf("error %v, want the one of the dataplane's Cleanup", err)
+	}
 	w.mustHave("cleaned=up")
+	w.mustStartOver(r.Sync(t.Context(), &sink.Changes{Services: slices.Values[[]sink.Change](nil)}))
 }
 
 func TestApplyMayChangeValues(t *testing.T) {
@@ -378,7 +395,9 @@ func TestServicesThatFailForLong(t *testing.T) {
 		time.Sleep(9 * time.Minute)
 		w.must(w.Verify(t.Context()))
 		w.mustHave("f1=g1", "fStale=gStale", "g1=x", "gStale=y")
-		time.Sleep(2 * time.Minute)
+		time.Sleep(time.Minute)
+		w.must(w.sync(sink.Changes{}, w.view("b"))) // a change does not prune
+		w.mustHave("f1=g1", "fStale=gStale", "g1=x", "gStale=y")
 		w.must(w.Verify(t.Context()))
 		w.mustHave("f1=g1", "g1=x", "gStale=y")
 		w.bad["g2"] = false
@@ -407,7 +426,12 @@ func TestSuspectShortensThePause(t *testing.T) {
 		w.must(w.Verify(t.Context()))
 		w.mustHave()
 		w.Suspect()
-		w.must(w.Verify(t.Context()))
+		w.unlisted = true
+		if err := w.Verify(t.Context()); !errors.Is(err, errBroken) {
+			t.Errorf("error %v", err)
+		}
+		w.unlisted = false
+		w.must(w.Verify(t.Context())) // the dataplane is still suspect
 		w.mustHave("k=a")
 		delete(w.fake.objects, "k")
 		w.Suspect()
@@ -417,6 +441,15 @@ func TestSuspectShortensThePause(t *testing.T) {
 		time.Sleep(4 * time.Second)
 		w.must(w.Verify(t.Context()))
 		w.mustHave("k=a")
+		time.Sleep(10 * time.Second)
+		lists := 0
+		w.listed = func() { lists++ }
+		w.Suspect()
+		w.must(w.Verify(t.Context()))
+		w.must(w.Verify(t.Context())) // it is no longer suspect
+		if lists != 1 {
+			t.Errorf("compared %d times after one suspicion", lists)
+		}
 	})
 }
 
@@ -427,27 +460,196 @@ func (panics) Apply(context.Context, []Op[string, string]) error { panic("no mor
 
 func TestPanicsMakeTheStateUnknown(t *testing.T) {
 	w := newWorld(t)
-	w.reconciler = New[string, string](panics{w.fake}, w.opts).(*reconciler[string, string])
-	func() {
-		defer func() { _ = recover() }()
-		_ = w.sync(pass, w.view("a", "k=a"))
-	}()
-	if err := w.sync(sink.Changes{}, "a"); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("error %v", err)
+	panicking := func(call func()) {
+		t.Helper()
+		defer func() {
+			if recover() == nil {
+				t.Error("the call did not panic")
+			}
+		}()
+		call()
 	}
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	for name, call := range map[string]func(){
+		"Verify": func() { _ = w.Verify(t.Context()) },
+		"pass":   func() { _ = w.sync(pass, w.view("a", "k=a")) },
+	} {
+		w.listed = func() { panic("no more memory") }
+		panicking(call)
+		w.listed = nil
+		t.Log("List panics in", name)
+		w.mustStartOver(w.sync(sink.Changes{}, "a"))
+		w.must(w.sync(pass, w.view("a", "k=a")))
+	}
+	w.reconciler = New[string, string](panics{w.fake}, w.opts).(*reconciler[string, string])
+	panicking(func() { _ = w.sync(pass, w.view("a", "k=b")) })
+	w.mustStartOver(w.sync(sink.Changes{}, "a"))
 }
 
 func TestUnknownOutcomeOfARepairStartsOver(t *testing.T) {
 	w := newWorld(t)
+	w.opts.VerifyInterval = -1
+	w.restart()
 	w.must(w.sync(pass, w.view("a", "k=a")))
 	delete(w.fake.objects, "k")
 	w.broken = 0
-	if err := w.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("error %v", err)
+	w.mustStartOver(w.Verify(t.Context()))
+	w.mustStartOver(w.sync(sink.Changes{}, "a"))
+	w.broken = -1
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	w.fake.objects["extra"] = ""
+	w.broken = 0 // for the deletion
+	w.mustStartOver(w.Verify(t.Context()))
+	w.mustStartOver(w.sync(sink.Changes{}, "a"))
+}
+
+// TestRepairWritesInOrder has flows and groups that are missing.
+func TestRepairWritesInOrder(t *testing.T) {
+	w := newWorld(t)
+	var views []any
+	for i := range 8 {
+		views = append(views, w.view(fmt.Sprint("s", i), fmt.Sprintf("f%d=g%d", i, i), fmt.Sprintf("g%d=x", i)))
 	}
-	if err := w.sync(sink.Changes{}, "a"); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("error %v", err)
+	w.must(w.sync(pass, views...))
+	clear(w.fake.objects)
+	w.must(w.Verify(t.Context()))
+	if len(w.fake.objects) != 16 || len(w.calls) != 2 {
+		t.Errorf("objects %v after calls %v", w.fake.objects, w.calls)
 	}
+}
+
+// startsOver is a dataplane whose errors say which operations failed, and that the state is
+// unknown nevertheless.
+type startsOver struct{ *fake }
+
+func (d startsOver) Apply(ctx context.Context, ops []Op[string, string]) error {
+	if err := d.fake.Apply(ctx, ops); err != nil {
+		return errors.Join(err, sink.ErrStartOver)
+	}
+	return nil
+}
+
+func TestStartOverPrevailsOverFailedOperations(t *testing.T) {
+	w := newWorld(t)
+	w.reconciler = New[string, string](startsOver{w.fake}, w.opts).(*reconciler[string, string])
+	w.bad["k"] = true
+	w.mustStartOver(w.sync(pass, w.view("a", "k=a")))
+}
+
+// TestDriftedIsCalledWithFalse pins when no object is left that another program has changed:
+// after a pass in which no service failed.
+func TestDriftedIsCalledWithFalse(t *testing.T) {
+	w := newWorld(t)
+	var calls []bool
+	w.opts.Drifted = func(now bool) { calls = append(calls, now) }
+	w.restart()
+	check := func(want ...bool) {
+		t.Helper()
+		if !slices.Equal(calls, want) {
+			t.Errorf("calls %v, want %v", calls, want)
+		}
+		calls = nil
+	}
+	w.bad["k"] = true
+	a, b := w.view("a", "k=a"), w.view("b", "k2=b")
+	w.mustFail(w.sync(pass, a, b), "a")
+	check()
+	w.must(w.Verify(t.Context())) // the object that a fails to set is no drift
+	check()
+	failing := sink.Changes{First: true, Last: true, Failing: []types.NamespacedName{key("c")}}
+	w.mustFail(w.sync(failing, a, b), "a")
+	check()
+	w.bad["k"] = false
+	w.must(w.sync(failing, a, b))
+	check()
+	w.must(w.sync(sink.Changes{}, b))
+	check()
+	w.must(w.sync(pass, a, b))
+	check(false)
+	w.must(w.sync(sink.Changes{}, a))
+	check()
+}
+
+// TestStuckStaleObjectsAreNotRetriedWithEachChange pins that a change does not look for stale
+// objects, because it would have to read all objects.
+func TestStuckStaleObjectsAreNotRetriedWithEachChange(t *testing.T) {
+	w := newWorld(t)
+	w.fake.objects["stale"] = ""
+	w.stuck["stale"] = true
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	w.mustCall("k=a", "-stale")
+	w.must(w.sync(sink.Changes{}, w.view("a", "k=b")))
+	w.mustCall("k=b")
+	w.stuck["stale"] = false
+	w.must(w.Verify(t.Context()))
+	w.mustHave("k=b")
+}
+
+// TestDefaultOptions has no Depth: all objects are at depth 0, so an object that only a
+// failing service needs is deleted.
+func TestDefaultOptions(t *testing.T) {
+	w := newWorld(t)
+	w.opts = Options[string, string]{}
+	w.restart()
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	w.mustFail(w.sync(sink.Changes{}, w.view("b", "k=b", "error")), "b")
+	w.must(w.sync(sink.Changes{}, w.view("c", "k=c")))
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.must(w.sync(sink.Changes{}, "c"))
+	w.mustHave()
+}
+
+// TestLastUsersOfAnObjectFail deletes a service whose object only a failing service needs.
+func TestLastUsersOfAnObjectFail(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		c, b    string
+		then    []string
+		missing bool
+		want    []string
+	}{
+		{name: "flows and the like are deleted, because b sets its value when it succeeds", c: "k=c", b: "k=b"},
+		{name: "groups stay, because b's flows may refer to them", c: "g=c", b: "g=b", want: []string{"g=c"}},
+		{name: "an object with b's value is b's", c: "k=b", b: "k=b", want: []string{"k=b"}},
+		{name: "b no longer needs the object, whose value is empty", c: "k=", b: "k=b", then: []string{"j=b", "error"}, want: []string{"j=b"}},
+		{name: "the object does not exist", c: "k=c", b: "k=b", missing: true},
+		{name: "the object does not exist, and b needs an empty value", c: "k=", b: "k=", missing: true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t)
+			w.must(w.sync(pass))
+			w.mustFail(w.sync(sink.Changes{}, w.view("b", c.b, "error")), "b")
+			w.must(w.sync(sink.Changes{}, w.view("c", c.c)))
+			if c.then != nil {
+				w.mustFail(w.sync(sink.Changes{}, w.view("b", c.then...)), "b")
+			}
+			if c.missing {
+				clear(w.fake.objects)
+				w.must(w.sync(sink.Changes{First: true, Last: true, Failing: []types.NamespacedName{key("b")}}))
+			} else {
+				w.must(w.sync(sink.Changes{}, "c"))
+			}
+			w.mustHave(c.want...)
+		})
+	}
+}
+
+// TestOldObjectStaysOldWhenItChanges has a stale flow, which waits for the failing service b
+// and refers to a group that another program changes and that a releases.
+func TestOldObjectStaysOldWhenItChanges(t *testing.T) {
+	w := newWorld(t)
+	w.fake.objects = map[string]string{"g1": "x", "fStale": "g1"}
+	w.bad["gB"] = true
+	b := w.view("b", "gB=b")
+	w.mustFail(w.sync(pass, w.view("a", "g1=x"), b), "b")
+	w.fake.objects["g1"] = "y"
+	w.must(w.Verify(t.Context()))
+	w.mustHave("fStale=g1", "g1=x")
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.mustHave("fStale=g1", "g1=x")
+	w.bad["gB"] = false
+	w.must(w.sync(sink.Changes{}, b))
+	w.mustHave("gB=b")
 }
 
 // TestRepairedObjectBelongsToItsValue has a failing owner, b, so that the repair uses the

@@ -122,7 +122,7 @@ func (r *reconciler[K, V]) repair(ctx context.Context, drift []*object[K, V]) er
 	var ops []Op[K, V]
 	for _, o := range drift {
 		if o.users.owner == nil {
-			r.prune = r.prune || !r.passing
+			r.prune = !r.passing // a pass prunes at its end
 		}
 		// A failing user sets the object when it succeeds.
 		if u := o.users.find(func(u *service[K, V]) bool { return !u.failed }); u != nil {

@@ -8,7 +8,10 @@
 //
 // Usage, in the root of the repository:
 //
-//	go run -C tools ./mutate [-skip tests] [-only pattern] ./package... [-- flags of the tests]
+//	go run -C tools ./mutate [-skip tests] [-only pattern] [-part 1/8] ./package... [-- flags of the tests]
+//
+// With a mutant, only those tests run that execute its code, the fast ones first. All tests run
+// before a mutant counts as a survivor.
 //
 // Mutants are: an equality or a condition negated, < instead of <= and the like, an operand
 // of && or || that has no effect, + instead of -, a statement removed that assigns or calls,
@@ -45,6 +48,7 @@ func main() {
 	root := flag.String("root", "..", "the `folder` of the repository")
 	skip := flag.String("skip", "", "a `pattern` of tests not to run")
 	only := flag.String("only", "", "a `pattern` of file:line; only these mutants run")
+	part := flag.String("part", "1/1", "`k/n`: only every n-th mutant runs, beginning with the k-th")
 	jobs := flag.Int("jobs", runtime.GOMAXPROCS(0), "how many mutants run at a time")
 	flag.Parse()
 	patterns, arguments := flag.Args(), []string(nil)
@@ -53,15 +57,15 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, os.Stdout, options{*root, *skip, *only, *jobs, arguments}, patterns); err != nil {
+	if err := run(ctx, os.Stdout, options{*root, *skip, *only, *part, *jobs, arguments}, patterns); err != nil {
 		log.Fatal(err)
 	}
 }
 
 type options struct {
-	root, skip, only string
-	jobs             int
-	arguments        []string
+	root, skip, only, part string
+	jobs                   int
+	arguments              []string
 }
 
 func run(ctx context.Context, out io.Writer, opts options, patterns []string) error {
@@ -73,6 +77,10 @@ func run(ctx context.Context, out io.Writer, opts options, patterns []string) er
 	only, err := regexp.Compile(opts.only)
 	if err != nil {
 		return err
+	}
+	var part, parts int
+	if n, err := fmt.Sscanf(opts.part, "%d/%d", &part, &parts); n != 2 || part < 1 || part > parts {
+		return fmt.Errorf("part %q is not of the form 1/8: %v", opts.part, err)
 	}
 	equivalent, err := readEquivalent(filepath.Join(root, "tools/mutate/equivalent.txt"))
 	if err != nil {
@@ -90,7 +98,8 @@ func run(ctx context.Context, out io.Writer, opts options, patterns []string) er
 	}
 	var errs []error
 	for _, pkg := range pkgs {
-		if err := runPackage(ctx, out, opts, pkg, only, equivalent); err != nil {
+		selected := func(place string, i int) bool { return only.MatchString(place) && i%parts == part-1 }
+		if err := runPackage(ctx, out, opts, pkg, selected, equivalent); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", pkg.PkgPath, err))
 		}
 	}
@@ -98,7 +107,7 @@ func run(ctx context.Context, out io.Writer, opts options, patterns []string) er
 }
 
 // runPackage runs the tests of a package with each of its mutants.
-func runPackage(ctx context.Context, out io.Writer, opts options, pkg *packages.Package, only *regexp.Regexp, equivalent map[key]string) error {
+func runPackage(ctx context.Context, out io.Writer, opts options, pkg *packages.Package, selected func(place string, i int) bool, equivalent map[key]string) error {
 	dir, err := os.MkdirTemp("", "mutate-")
 	if err != nil {
 		return err
@@ -110,13 +119,9 @@ func runPackage(ctx context.Context, out io.Writer, opts options, pkg *packages.
 	}
 	tests := tests{binary: filepath.Join(dir, "tests"), dir: filepath.Dir(pkg.GoFiles[0])}
 	tests.arguments = append([]string{"-test.short", "-test.failfast", "-test.skip", opts.skip}, opts.arguments...)
-	tests.limit = 5 * time.Minute
-	begin := time.Now()
-	if found, output := tests.find(ctx, 0); found != "" {
-		return fmt.Errorf("the tests fail without a mutant (%s):\n%s", found, output)
+	if err := tests.measure(ctx, filepath.Join(dir, "reached"), len(mutants)); err != nil {
+		return err
 	}
-	// A mutant that makes the tests much slower counts as found.
-	tests.limit = max(10*time.Second, 4*time.Since(begin))
 
 	known := map[key]bool{}
 	var survivors, wrong []string
@@ -131,14 +136,14 @@ func runPackage(ctx context.Context, out io.Writer, opts options, pkg *packages.
 			return err
 		}
 		place := fmt.Sprintf("%s:%d", name, m.pos.Line)
-		if !only.MatchString(place) {
+		if !selected(place, i) {
 			counts["not-run"]++
 			continue
 		}
 		slots <- struct{}{}
 		wait.Go(func() {
 			defer func() { <-slots }()
-			found, _ := tests.find(ctx, i+1)
+			found := tests.find(ctx, i+1)
 			mu.Lock()
 			defer mu.Unlock()
 			reason, listed := equivalent[m.key]
@@ -200,7 +205,7 @@ func compile(ctx context.Context, pkg *packages.Package, dir string) ([]mutant, 
 		}
 	}
 	folder := filepath.Dir(pkg.GoFiles[0])
-	if err := add(filepath.Join(folder, "mutant.go"), fmt.Appendf(nil, support, pkg.Name)); err != nil {
+	if err := add(filepath.Join(folder, "mutant.go"), fmt.Appendf(nil, support, pkg.Name, len(m.mutants)+1)); err != nil {
 		return nil, err
 	}
 	overlay, err := json.Marshal(map[string]any{"Replace": replace})
@@ -222,17 +227,77 @@ func compile(ctx context.Context, pkg *packages.Package, dir string) ([]mutant, 
 type tests struct {
 	binary, dir string
 	arguments   []string
-	limit       time.Duration
+	// fast and slow have the names of the tests that execute the code of a mutant.
+	fast, slow map[int][]string
+	duration   time.Duration // of all tests
 }
 
-// find runs the tests with a mutant. It returns how they find it, or "" if they pass.
-func (t tests) find(ctx context.Context, mutant int) (found string, output []byte) {
-	limited, cancel := context.WithTimeout(ctx, t.limit)
+// fast is the maximum duration of a fast test.
+const fast = 50 * time.Millisecond
+
+// measure runs each test without a mutant. It finds which mutants the test can find.
+func (t *tests) measure(ctx context.Context, reached string, mutants int) error {
+	list, err := exec.CommandContext(ctx, t.binary, append(slices.Clone(t.arguments), "-test.list", ".")...).Output()
+	if err != nil {
+		return fmt.Errorf("list the tests: %w", err)
+	}
+	t.fast, t.slow = map[int][]string{}, map[int][]string{}
+	for name := range strings.FieldsSeq(string(list)) {
+		if strings.HasPrefix(name, "Benchmark") {
+			continue
+		}
+		if err := os.WriteFile(reached, nil, 0o600); err != nil {
+			return err
+		}
+		begin := time.Now()
+		if found, output := t.run(ctx, 0, []string{name}, 5*time.Minute, reachedVariable+"="+reached); found != "" {
+			return fmt.Errorf("%s fails without a mutant (%s):\n%s", name, found, output)
+		}
+		duration := time.Since(begin)
+		t.duration += duration
+		numbers, err := os.ReadFile(reached)
+		if err != nil {
+			return err
+		}
+		for number := range strings.FieldsSeq(string(numbers)) {
+			n, err := strconv.Atoi(number)
+			if err != nil {
+				return err
+			}
+			if duration < fast {
+				t.fast[n] = append(t.fast[n], name)
+			} else {
+				t.slow[n] = append(t.slow[n], name)
+			}
+		}
+	}
+	return nil
+}
+
+// find runs the tests with a mutant. It returns how they find it, or "" if they pass. A test
+// with random input may execute other code each time, so all tests run at the end.
+func (t *tests) find(ctx context.Context, mutant int) string {
+	for _, names := range [][]string{t.fast[mutant], t.slow[mutant], {".*"}} {
+		if len(names) == 0 {
+			continue
+		}
+		// A mutant that makes the tests much slower counts as found.
+		if found, _ := t.run(ctx, mutant, names, max(10*time.Second, 4*t.duration)); found != "" {
+			return found
+		}
+	}
+	return ""
+}
+
+// run runs some tests with a mutant. It returns how they find it, or "" if they pass.
+func (t *tests) run(ctx context.Context, mutant int, names []string, limit time.Duration, environment ...string) (found string, output []byte) {
+	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
+	arguments := append(slices.Clone(t.arguments), "-test.run", "^("+strings.Join(names, "|")+")$")
 	// The limit of memory stops a mutant that appends without end.
-	cmd := exec.CommandContext(limited, "sh", append([]string{"-c", `ulimit -v 8000000; exec "$0" "$@"`, t.binary}, t.arguments...)...)
+	cmd := exec.CommandContext(limited, "sh", append([]string{"-c", `ulimit -v 8000000; exec "$0" "$@"`, t.binary}, arguments...)...)
 	cmd.Dir = t.dir
-	cmd.Env = append(os.Environ(), variable+"="+strconv.Itoa(mutant))
+	cmd.Env = append(append(os.Environ(), variable+"="+strconv.Itoa(mutant)), environment...)
 	output, err := cmd.CombinedOutput()
 	switch {
 	case err == nil:

@@ -59,7 +59,7 @@ func TestSmallPackage(t *testing.T) {
 	write("tools/mutate/equivalent.txt", "# A comment.\n")
 	mutate := func() (string, error) {
 		var out strings.Builder
-		err := run(context.Background(), &out, options{root: root, jobs: 2}, []string{"./small"})
+		err := run(context.Background(), &out, options{root: root, part: "1/1", jobs: 2}, []string{"./small"})
 		return strings.ReplaceAll(out.String(), "=== ATTR  ", ""), err
 	}
 
@@ -95,7 +95,7 @@ func TestSmallPackage(t *testing.T) {
 	}
 
 	write("small/small_test.go", strings.ReplaceAll(codeTest, "0: true", "0: false"))
-	if _, err := mutate(); err == nil || !strings.Contains(err.Error(), "the tests fail without a mutant") {
+	if _, err := mutate(); err == nil || !strings.Contains(err.Error(), "TestSmall fails without a mutant") {
 		t.Errorf("with a test that fails: error %v", err)
 	}
 }

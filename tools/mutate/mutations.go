@@ -118,6 +118,9 @@ func (m *mutator) walk(n ast.Node, results *types.Tuple) {
 		case *ast.CommClause:
 			m.statements(n.Body, results)
 		case *ast.IfStmt:
+			if m.onlyLogs(n) {
+				return false
+			}
 			m.condition(n.Cond)
 		case *ast.ForStmt:
 			if n.Cond != nil {
@@ -163,7 +166,7 @@ func (m *mutator) expression(e ast.Expr) {
 			change = m.source(b.X) + " == " + m.source(b.Y)
 		}
 		n := m.add(e, change)
-		m.around(e, fmt.Sprintf("((mutant == %d) != (", n), "))")
+		m.around(e, fmt.Sprintf("(mutantIs(%d) != (", n), "))")
 	}
 	if !binary {
 		return
@@ -175,10 +178,10 @@ func (m *mutator) expression(e ast.Expr) {
 			}
 			if b.Op == token.LAND {
 				n := m.add(operand, "true instead of "+m.source(operand))
-				m.around(operand, fmt.Sprintf("(mutant == %d || (", n), "))")
+				m.around(operand, fmt.Sprintf("(mutantIs(%d) || (", n), "))")
 			} else {
 				n := m.add(operand, "false instead of "+m.source(operand))
-				m.around(operand, fmt.Sprintf("(mutant != %d && (", n), "))")
+				m.around(operand, fmt.Sprintf("(!mutantIs(%d) && (", n), "))")
 			}
 		}
 		return
@@ -193,7 +196,7 @@ func (m *mutator) expression(e ast.Expr) {
 	if b.Op == token.ADD || b.Op == token.SUB {
 		m.around(b, fmt.Sprintf("mutantValue(%d, %s, ", n, change), ")")
 	} else {
-		m.around(b, fmt.Sprintf("(mutant == %d && (%s) || mutant != %[1]d && (", n, change), "))")
+		m.around(b, fmt.Sprintf("(mutantIs(%d) && (%s) || !mutantIs(%[1]d) && (", n, change), "))")
 	}
 }
 
@@ -208,7 +211,7 @@ func (m *mutator) statements(list []ast.Stmt, results *types.Tuple) {
 				continue
 			}
 		case *ast.ExprStmt:
-			if call, ok := s.X.(*ast.CallExpr); ok && m.isSupport(call) {
+			if m.isSupport(s.X) {
 				continue
 			}
 		case *ast.IncDecStmt, *ast.SendStmt:
@@ -216,13 +219,34 @@ func (m *mutator) statements(list []ast.Stmt, results *types.Tuple) {
 			continue
 		}
 		n := m.add(s, "without "+m.source(s))
-		m.around(s, fmt.Sprintf("if mutant != %d { ", n), " }")
+		m.around(s, fmt.Sprintf("if !mutantIs(%d) { ", n), " }")
 	}
 }
 
-// isSupport reports whether a call is for the log, a lock, or a panic. Tests do not test the
+// onlyLogs reports whether s has no effect except in the log.
+func (m *mutator) onlyLogs(s *ast.IfStmt) bool {
+	for _, statement := range s.Body.List {
+		call, ok := statement.(*ast.ExprStmt)
+		if !ok || !m.isSupport(call.X) {
+			return false
+		}
+	}
+	calls := false
+	ast.Inspect(s.Cond, func(n ast.Node) bool {
+		call, ok := n.(*ast.CallExpr)
+		calls = calls || ok && m.source(call.Fun) != "len"
+		return true
+	})
+	return s.Init == nil && s.Else == nil && !calls
+}
+
+// isSupport reports whether e is a call for the log, a lock, or a panic. Tests do not test the
 // log. The race detector tests the locks. Without a panic, some functions do not compile.
-func (m *mutator) isSupport(call *ast.CallExpr) bool {
+func (m *mutator) isSupport(e ast.Expr) bool {
+	call, ok := e.(*ast.CallExpr)
+	if !ok {
+		return false
+	}
 	switch f := ast.Unparen(call.Fun).(type) {
 	case *ast.Ident:
 		return f.Name == "panic"
@@ -246,7 +270,7 @@ func (m *mutator) returned(s *ast.ReturnStmt, results *types.Tuple) {
 	add := func(values []string) {
 		change := "return " + strings.Join(values, ", ")
 		n := m.add(s, strings.ReplaceAll(change, "mutantZero", "zero of "))
-		m.prefixes = append(m.prefixes, edit{m.file.Offset(s.Pos()), fmt.Sprintf("if mutant == %d { %s }; ", n, change)})
+		m.prefixes = append(m.prefixes, edit{m.file.Offset(s.Pos()), fmt.Sprintf("if mutantIs(%d) { %s }; ", n, change)})
 	}
 	if len(s.Results) == 1 && results.Len() > 1 {
 		add([]string{fmt.Sprintf("mutantZero%d(%s)", results.Len(), text[0])})
@@ -321,12 +345,25 @@ const support = `package %s
 import (
 	mutantos "os"
 	mutantstrconv "strconv"
+	mutantatomic "sync/atomic"
 )
 
 var mutant, _ = mutantstrconv.Atoi(mutantos.Getenv("` + variable + `"))
 
+// mutantReached gets a line for each mutant whose code is executed.
+var mutantReached, _ = mutantos.OpenFile(mutantos.Getenv("` + reachedVariable + `"), mutantos.O_WRONLY|mutantos.O_APPEND, 0)
+
+var mutantNoted [%d]mutantatomic.Bool
+
+func mutantIs(n int) bool {
+	if mutantReached != nil && !mutantNoted[n].Swap(true) {
+		mutantReached.WriteString(mutantstrconv.Itoa(n) + "\n")
+	}
+	return mutant == n
+}
+
 func mutantValue[T any](n int, changed, original T) T {
-	if mutant == n {
+	if mutantIs(n) {
 		return changed
 	}
 	return original
@@ -341,3 +378,7 @@ func mutantZero3[A, B, C any](A, B, C) (a A, b B, c C) { return }
 
 // variable is the environment variable that selects the mutant.
 const variable = "KPNG_MUTANT"
+
+// reachedVariable is the environment variable with the name of a file for the numbers of
+// the mutants whose code the tests execute.
+const reachedVariable = "KPNG_MUTANTS_REACHED"

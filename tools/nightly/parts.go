@@ -104,7 +104,15 @@ go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -hist
 		},
 		{
 			Name: "mutants-reconcile", About: "each mutant of the reconcile engine fails a test", Limit: time.Hour,
-			Command: "go test -v -count=1 -timeout 60m -run '^TestMutants$' ./reconcile -mutants",
+			Command: "cd tools; go run ./mutate ./reconcile",
+		},
+		{
+			Name: "mutants-cluster", About: "each mutant of cluster fails a test", Limit: time.Hour,
+			Command: "cd tools; go run ./mutate ./cluster",
+		},
+		{
+			Name: "mutants-sink", About: "each mutant of the driver fails a test", Limit: time.Hour,
+			Command: "cd tools; go run ./mutate ./sink",
 		},
 		{
 			Name: "kills", About: "server, clients, relay and API server are killed 50 times in turn; at the end, no change is lost", Limit: 30 * time.Minute,

@@ -143,10 +143,10 @@ func runPackage(ctx context.Context, out io.Writer, opts options, pkg *packages.
 		slots <- struct{}{}
 		wait.Go(func() {
 			defer func() { <-slots }()
-			found := tests.find(ctx, i+1)
+			reason, listed := equivalent[m.key]
+			found := tests.find(ctx, i+1, !listed)
 			mu.Lock()
 			defer mu.Unlock()
-			reason, listed := equivalent[m.key]
 			text := fmt.Sprintf("%s: %s\n\t%s\n\t%s\n", place, m.key.function, m.key.line, m.key.change)
 			switch {
 			case ctx.Err() != nil:
@@ -227,13 +227,26 @@ func compile(ctx context.Context, pkg *packages.Package, dir string) ([]mutant, 
 type tests struct {
 	binary, dir string
 	arguments   []string
-	// fast and slow have the names of the tests that execute the code of a mutant.
-	fast, slow map[int][]string
-	duration   time.Duration // of all tests
+	// all has all tests, and fast and slow have those that execute the code of a mutant.
+	all        selection
+	fast, slow map[int]selection
 }
 
-// fast is the maximum duration of a fast test.
-const fast = 50 * time.Millisecond
+// selection are some tests, and the time that they need together.
+type selection struct {
+	names []string
+	needs usage
+}
+
+// usage is the time that tests need: the duration, and that of the CPU.
+type usage struct{ wall, cpu time.Duration }
+
+func (s selection) with(name string, needs usage) selection {
+	return selection{append(s.names, name), usage{s.needs.wall + needs.wall, s.needs.cpu + needs.cpu}}
+}
+
+// A fast test needs less time than maxFast.
+const maxFast = 50 * time.Millisecond
 
 // measure runs each test without a mutant. It finds which mutants the test can find.
 func (t *tests) measure(ctx context.Context, reached string, mutants int) error {
@@ -241,7 +254,7 @@ func (t *tests) measure(ctx context.Context, reached string, mutants int) error 
 	if err != nil {
 		return fmt.Errorf("list the tests: %w", err)
 	}
-	t.fast, t.slow = map[int][]string{}, map[int][]string{}
+	t.fast, t.slow = map[int]selection{}, map[int]selection{}
 	for name := range strings.FieldsSeq(string(list)) {
 		if strings.HasPrefix(name, "Benchmark") {
 			continue
@@ -249,12 +262,11 @@ func (t *tests) measure(ctx context.Context, reached string, mutants int) error 
 		if err := os.WriteFile(reached, nil, 0o600); err != nil {
 			return err
 		}
-		begin := time.Now()
-		if found, output := t.run(ctx, 0, []string{name}, 5*time.Minute, reachedVariable+"="+reached); found != "" {
+		found, output, needs := t.run(ctx, 0, []string{name}, usage{5 * time.Minute, 5 * time.Minute}, reachedVariable+"="+reached)
+		if found != "" {
 			return fmt.Errorf("%s fails without a mutant (%s):\n%s", name, found, output)
 		}
-		duration := time.Since(begin)
-		t.duration += duration
+		t.all = t.all.with(name, needs)
 		numbers, err := os.ReadFile(reached)
 		if err != nil {
 			return err
@@ -264,25 +276,32 @@ func (t *tests) measure(ctx context.Context, reached string, mutants int) error 
 			if err != nil {
 				return err
 			}
-			if duration < fast {
-				t.fast[n] = append(t.fast[n], name)
-			} else {
-				t.slow[n] = append(t.slow[n], name)
+			list := t.slow
+			if needs.cpu < maxFast && needs.wall < 4*maxFast {
+				list = t.fast
 			}
+			list[n] = list[n].with(name, needs)
 		}
 	}
 	return nil
 }
 
-// find runs the tests with a mutant. It returns how they find it, or "" if they pass. A test
-// with random input may execute other code each time, so all tests run at the end.
-func (t *tests) find(ctx context.Context, mutant int) string {
-	for _, names := range [][]string{t.fast[mutant], t.slow[mutant], {".*"}} {
-		if len(names) == 0 {
+// find runs the tests that execute the code of a mutant. It returns how they find it, or ""
+// if they pass. A test with random input may execute other code each time, so all tests
+// run at the end if the argument all is true.
+func (t *tests) find(ctx context.Context, mutant int, all bool) string {
+	selections := []selection{t.fast[mutant], t.slow[mutant]}
+	if all {
+		selections = append(selections, t.all)
+	}
+	for _, s := range selections {
+		if len(s.names) == 0 {
 			continue
 		}
-		// A mutant that makes the tests much slower counts as found.
-		if found, _ := t.run(ctx, mutant, names, max(10*time.Second, 4*t.duration)); found != "" {
+		// A mutant that makes the tests much slower counts as found. The limit of the duration
+		// is long, because other programs may use the CPU.
+		limit := usage{time.Minute + 10*s.needs.wall, 3*time.Second + 4*s.needs.cpu}
+		if found, _, _ := t.run(ctx, mutant, s.names, limit); found != "" {
 			return found
 		}
 	}
@@ -290,23 +309,30 @@ func (t *tests) find(ctx context.Context, mutant int) string {
 }
 
 // run runs some tests with a mutant. It returns how they find it, or "" if they pass.
-func (t *tests) run(ctx context.Context, mutant int, names []string, limit time.Duration, environment ...string) (found string, output []byte) {
-	limited, cancel := context.WithTimeout(ctx, limit)
+func (t *tests) run(ctx context.Context, mutant int, names []string, limit usage, environment ...string) (found string, output []byte, needs usage) {
+	limited, cancel := context.WithTimeout(ctx, limit.wall)
 	defer cancel()
 	arguments := append(slices.Clone(t.arguments), "-test.run", "^("+strings.Join(names, "|")+")$")
 	// The limit of memory stops a mutant that appends without end.
-	cmd := exec.CommandContext(limited, "sh", append([]string{"-c", `ulimit -v 8000000; exec "$0" "$@"`, t.binary}, arguments...)...)
+	limits := fmt.Sprintf(`ulimit -v 8000000; ulimit -t %d; exec "$0" "$@"`, limit.cpu/time.Second)
+	cmd := exec.CommandContext(limited, "sh", append([]string{"-c", limits, t.binary}, arguments...)...)
 	cmd.Dir = t.dir
 	cmd.Env = append(append(os.Environ(), variable+"="+strconv.Itoa(mutant)), environment...)
+	begin := time.Now()
 	output, err := cmd.CombinedOutput()
+	needs = usage{wall: time.Since(begin)}
+	if cmd.ProcessState != nil {
+		needs.cpu = cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()
+	}
 	switch {
 	case err == nil:
-		return "", nil
-	case limited.Err() != nil:
-		return "time-limit", output
+		found = ""
+	case limited.Err() != nil || needs.cpu >= limit.cpu:
+		found = "time-limit"
 	default:
-		return "failure", output
+		found = "failure"
 	}
+	return found, output, needs
 }
 
 // readEquivalent reads the list of mutants that behave as the original code, with the reasons.

@@ -115,6 +115,10 @@ go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -hist
 			Command: "cd tools; go run ./mutate ./sink",
 		},
 		{
+			Name: "model", About: "all sequences of up to six actions of a server, a relay and a client keep the promises of the [protocol](../reference/wire.md)", Limit: time.Hour,
+			Command: "go test -v -count=1 -timeout 60m -run '^TestModel$' ./remote -model-depth 6",
+		},
+		{
 			Name: "kills", About: "server, clients, relay and API server are killed 50 times in turn; at the end, no change is lost", Limit: 30 * time.Minute,
 			Command: "cd test; go test -v -race -count=1 -timeout 30m -run '^TestKilledProcesses' ./integration -kills 50",
 		},

@@ -12,7 +12,7 @@ type rule struct {
 	// none.
 	functions string
 	// tests are the tests of the rule, in the form "package.TestName/case". For a case of
-	// the conformance kit, they have the form "conformance/case".
+	// the conformance kit, they have the form "conformance/CASE".
 	tests []string
 }
 

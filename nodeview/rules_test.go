@@ -287,7 +287,7 @@ var rules = []struct {
 			"nodeview.TestPolicies/internalTrafficPolicy Local uses the Local list",
 			"nodeview.TestPolicies/policy Cluster uses the Cluster list",
 		}},
-		{"External traffic uses the Local list with externalTrafficPolicy", "externalPolicyLocal", []string{
+		{"External traffic does the same with externalTrafficPolicy: Local.", "externalPolicyLocal", []string{
 			"nodeview.TestPolicies/externalTrafficPolicy Local applies to NodePort services",
 			"nodeview.TestTrafficAndVerdicts/internal policy Local only",
 		}},
@@ -551,7 +551,7 @@ var rules = []struct {
 		{"Of too many endpoints, the first ones are", "cluster.fitting", []string{
 			"cluster.TestTooLargeServiceKeepsItsLastAcceptedVersion/of too many endpoints, the first ones are used",
 		}},
-		{"If not even one endpoint fits, and no", "cluster.State.settle", []string{
+		{"If not even one endpoint fits, and kpng has", "cluster.State.settle", []string{
 			"cluster.TestTooLargeServiceKeepsItsLastAcceptedVersion/a service that never was small enough is absent, and others are served",
 			"cluster.TestOrderOfListingDoesNotMatter",
 		}},

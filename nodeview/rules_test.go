@@ -11,7 +11,7 @@ type rule struct {
 	// implements, they are those of backends/nftables. Differences from kube-proxy have
 	// none.
 	functions string
-	// tests are the tests of the rule, in the form "package.TestName/case". For a case of
+	// tests are the tests of the rule, in the form "package.Test/case". For a case of
 	// the conformance kit, they have the form "conformance/CASE".
 	tests []string
 }

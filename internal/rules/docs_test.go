@@ -6,6 +6,7 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
+	"maps"
 	"os"
 	"path"
 	"path/filepath"
@@ -215,6 +216,77 @@ func TestFilesInDocsExist(t *testing.T) {
 	}
 	if found < 100 {
 		t.Errorf("found only %d names", found)
+	}
+}
+
+var (
+	testName   = regexp.MustCompile(`\b(?:Test|Fuzz|Benchmark)[A-Z]\w*`)
+	declared   = regexp.MustCompile(`(?m)^func (?:\([^)]*\) )?((?:Test|Fuzz|Benchmark)\w*)`)
+	benchmarks = regexp.MustCompile(`(?m)^.*\bbench ('[^']+'|[\w/$^]+) .*(\./[\w/]+).*$`)
+)
+
+// TestTestsInDocsExist finds names in Markdown and in comments that begin like those of tests and
+// are no beginning of any, and commands in Markdown that run no benchmark.
+func TestTestsInDocsExist(t *testing.T) {
+	t.Chdir(root)
+	names := []string{"TestServices"} // in an example
+	folders := map[string][]string{}  // names by folder
+	comments := map[string]string{}
+	err := filepath.WalkDir(".", func(file string, entry fs.DirEntry, err error) error {
+		if err != nil || path.Ext(file) != ".go" {
+			return err
+		}
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		folder := path.Dir(filepath.ToSlash(file))
+		for _, m := range declared.FindAllStringSubmatch(string(text), -1) {
+			names = append(names, m[1])
+			folders[folder] = append(folders[folder], m[1])
+		}
+		for line := range strings.Lines(string(text)) {
+			if _, comment, ok := strings.Cut(line, "// "); ok {
+				comments[file] += comment
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	slices.Sort(names)
+	pages := docPages(t)
+	delete(pages, "CHANGELOG.md") // has names of the past
+	commands := 0
+	for page, text := range pages {
+		for _, m := range benchmarks.FindAllStringSubmatch(text, -1) {
+			commands++
+			folder := path.Clean(m[2])
+			if strings.Contains(m[0], "cd test") {
+				folder = path.Join("test", folder)
+			}
+			pattern, _, _ := strings.Cut(strings.Trim(m[1], "'"), "/")
+			for one := range strings.SplitSeq(pattern, "|") {
+				expression, err := regexp.Compile(one)
+				if err != nil {
+					t.Errorf("%s: %s: %v", page, m[0], err)
+				} else if !slices.ContainsFunc(folders[folder], func(name string) bool { return strings.HasPrefix(name, "Benchmark") && expression.MatchString(name) }) {
+					t.Errorf("%s: no benchmark of %s matches %q: %s", page, folder, one, m[0])
+				}
+			}
+		}
+	}
+	maps.Copy(pages, comments)
+	for file, text := range pages {
+		for _, name := range testName.FindAllString(text, -1) {
+			if i, _ := slices.BinarySearch(names, name); i == len(names) || !strings.HasPrefix(names[i], name) {
+				t.Errorf("%s has the name %s, but there is no such test", file, name)
+			}
+		}
+	}
+	if commands < 20 {
+		t.Errorf("found only %d commands", commands)
 	}
 }
 

@@ -174,7 +174,7 @@ func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed 
 	for _, cl := range after {
 		c.insert(claim{cl, new})
 	}
-	if sameAge && len(removed)+len(added) == 0 {
+	if len(removed)+len(added) == 0 {
 		return nil, nil, false
 	}
 	for _, was := range touched {
@@ -225,23 +225,23 @@ func (c *claims) insert(cl claim) {
 
 func (c *claims) delete(cl claim) {
 	c.tree.Delete(cl)
-	if c.byPrecedence != nil && cl.IP.IsValid() {
-		c.byPrecedence.Delete(cl)
+	if c.byPrecedence != nil {
+		c.byPrecedence.Delete(cl) // it does not have claims of node ports
 	}
 }
 
-// from returns the first claim in tree that does not precede cl.
-func from(tree *btree.BTreeG[claim], cl ranked) (found claim, ok bool) {
+// from returns the first claim in tree that does not precede cl, or the zero value.
+func from(tree *btree.BTreeG[claim], cl ranked) (found claim) {
 	tree.AscendGreaterOrEqual(claim{ranked: cl}, func(o claim) bool {
-		found, ok = o, true
+		found = o
 		return false
 	})
-	return found, ok
+	return found
 }
 
 // first returns the first of the claims that are equal to cl.
 func (c *claims) first(cl api.Claim) (claim, bool) {
-	if found, ok := from(c.tree, ranked{Claim: cl}); ok && found.Claim == cl {
+	if found := from(c.tree, ranked{Claim: cl}); found.Claim == cl {
 		return found, true
 	}
 	return claim{}, false
@@ -252,8 +252,8 @@ func (c *claims) firsts(ip netip.Addr) iter.Seq[claim] {
 	return func(yield func(claim) bool) {
 		next := ranked{Claim: api.Claim{IP: ip}}
 		for {
-			found, ok := from(c.tree, next)
-			if !ok || found.IP != ip || !yield(found) {
+			found := from(c.tree, next)
+			if found.IP != ip || !yield(found) {
 				return
 			}
 			next = ranked{found.Claim, afterAll}
@@ -270,7 +270,7 @@ func (c *claims) firstAt(ip netip.Addr) (claim, bool) {
 	if _, claimed := c.first(api.Claim{IP: ip}); !claimed {
 		return claim{}, false
 	}
-	return from(c.byPrecedence, ranked{Claim: api.Claim{IP: ip}})
+	return from(c.byPrecedence, ranked{Claim: api.Claim{IP: ip}}), true
 }
 
 // owner returns the owner of a claim. For a claim to a whole address that no service owns,
@@ -318,19 +318,18 @@ func (c *claims) owners(lists ...[]ranked) []ownership {
 // services have won or lost since then.
 func (c *claims) flipped(was ownership) (list []claim) {
 	now, _ := c.first(was.claim)
-	whole := claimsAddress(was.claim)
-	if whole {
+	if claimsAddress(was.claim) {
 		now, _ = c.firstAt(was.claim.IP)
 	}
-	if sameService(was.by.claimant, now.claimant) && was.by.Claim == now.Claim {
+	if was.by.claimant == now.claimant {
 		return nil
 	}
 	for _, cl := range [...]claim{was.by, now} {
-		if present, ok := c.tree.Get(cl); ok && cl.claimant != nil {
+		if present, ok := c.tree.Get(cl); ok {
 			list = append(list, present)
 		}
 	}
-	if whole && owns(was.by) != owns(now) {
+	if owns(was.by) != owns(now) {
 		// The first claim to each port of the address is lost or won, too.
 		list = slices.AppendSeq(list, c.firsts(was.claim.IP))
 	}
@@ -340,8 +339,4 @@ func (c *claims) flipped(was ownership) (list []claim) {
 // owns reports whether the claim with the best precedence at an address owns the address.
 func owns(cl claim) bool { return cl.claimant != nil && claimsAddress(cl.Claim) }
 
-func sameService(a, b *api.Service) bool {
-	return a == b || a != nil && b != nil && a.Key() == b.Key()
-}
-
-func claimsAddress(c api.Claim) bool { return c.Protocol == 0 && c.Port == 0 }
+func claimsAddress(c api.Claim) bool { return c.Port == 0 }

@@ -44,7 +44,7 @@ func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes i
 				}
 			}
 			for c := range delta.Changes() {
-				if delta.Full() && last.States != nil {
+				if last.States != nil {
 					c.Old, _ = last.States.Get(c.Key)
 				}
 				if c.Old != c.New && !yield(Change(c)) {

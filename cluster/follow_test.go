@@ -9,6 +9,7 @@ import (
 	"iter"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	gocmp "github.com/google/go-cmp/cmp"
@@ -86,14 +87,14 @@ func TestFollowYieldsDifferences(t *testing.T) {
 	}
 }
 
-// The merged state has the services of the first state, with the slices of both states. The
-// second state loses its slices while it is stale.
 // await waits until done returns true, but at most a minute.
 func await(done func() bool) {
 	for end := time.Now().Add(time.Minute); !done() && time.Now().Before(end); time.Sleep(time.Millisecond) {
 	}
 }
 
+// The merged state has the services of the first state, with the slices of both states. The
+// second state loses its slices while it is stale.
 func TestMerge(t *testing.T) {
 	first, second, out := cluster.New(cluster.Options{}), cluster.New(cluster.Options{}), cluster.New(cluster.Options{})
 	key := types.NamespacedName{Namespace: "ns", Name: "web"}
@@ -127,6 +128,7 @@ func TestMerge(t *testing.T) {
 			tx.SetService(&api.Service{Namespace: "ns", Name: "web"})
 			tx.SetSlice(slice("web-1", "web"))
 			tx.SetNode(&api.Node{Name: "n1"})
+			tx.SetNode(&api.Node{Name: "n3"})
 		}, []string{"web web-1"}},
 		{second, func(tx *cluster.Tx) { tx.SetSlice(slice("web-2", "web")); tx.SetNode(&api.Node{Name: "n2"}) }, []string{"web web-1 web-2"}},
 		{second, func(tx *cluster.Tx) { tx.SetStale(true) }, []string{"web web-1"}},
@@ -149,11 +151,115 @@ func TestMerge(t *testing.T) {
 		}
 	}
 	<-out.Changed(0)
-	if _, ok := out.Snapshot().Nodes.Get("n1"); !ok || out.Snapshot().Nodes.Len() != 1 {
+	if _, ok := out.Snapshot().Nodes.Get("n3"); !ok || out.Snapshot().Nodes.Len() != 2 {
 		t.Error("the nodes are not those of the first state")
 	}
 	cancel()
 	<-ended
+}
+
+// TestReaderThatIsLate has a reader that is busy while the state changes, and for longer than
+// the state remembers deletions.
+func TestReaderThatIsLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state, out := cluster.New(cluster.Options{}), cluster.New(cluster.Options{})
+		service := func(name string) *api.Service { return &api.Service{Namespace: "ns", Name: name} }
+		state.Update(func(tx *cluster.Tx) {
+			for _, name := range []string{"a", "b", "c", "d"} {
+				tx.SetService(service(name))
+			}
+			tx.SetServiceProblems(service("a").Key(), []error{errors.New("x")})
+		})
+		state.SetSynced()
+		var calls [][]string
+		var merged []string
+		busy := func() { time.Sleep(20 * time.Minute) }
+		go state.Follow(t.Context(), func(_ *cluster.Snapshot, changes iter.Seq[cluster.Change]) {
+			var got []string
+			for c := range changes {
+				got = append(got, fmt.Sprint(c.Key.Name, " ", c.Old != nil, " ", c.New != nil))
+			}
+			slices.Sort(got)
+			calls = append(calls, got)
+			busy()
+		})
+		go cluster.Merge(t.Context(), out, func(key types.NamespacedName, in []*cluster.Snapshot) (*api.Service, []*api.EndpointSlice) {
+			if merged = append(merged, key.Name); len(merged) == 4 {
+				busy()
+			}
+			joined, ok := in[0].States.Get(key)
+			if !ok {
+				return nil, nil
+			}
+			return joined.Service, joined.Slices
+		}, state)
+		synctest.Wait()
+		state.Update(func(tx *cluster.Tx) {
+			tx.DeleteService(service("a").Key())
+			tx.DeleteService(service("b").Key())
+			tx.SetSlice(slice("c-1", "c"))
+		})
+		time.Sleep(15 * time.Minute)
+		state.Update(func(tx *cluster.Tx) { tx.SetService(service("e")) }) // forgets deletions
+		time.Sleep(time.Hour)
+		want := [][]string{
+			{"a false true", "b false true", "c false true", "d false true"},
+			{"a true false", "b true false", "c true true", "e false true"},
+		}
+		if diff := gocmp.Diff(want, calls); diff != "" {
+			t.Errorf("calls (-want +got):\n%s", diff)
+		}
+		slices.Sort(merged)
+		if want := []string{"a", "a", "b", "b", "c", "c", "d", "e"}; !slices.Equal(merged, want) {
+			t.Errorf("merged %v, want %v", merged, want)
+		}
+		if got := served(out); !slices.Equal(got, []string{"c [] c-1=0", "d []", "e []"}) {
+			t.Errorf("the merged state has %q", got)
+		}
+	})
+}
+
+// TestMergeReportsNewReasonsOnly has a merged state that refuses a service, of which it also
+// has the reason of another state.
+func TestMergeReportsNewReasonsOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var reports []string
+		state := cluster.New(cluster.Options{})
+		out := cluster.New(cluster.Options{MaxElements: 11, OnRefused: func(key types.NamespacedName, reason error) {
+			reports = append(reports, reason.Error())
+		}})
+		state.SetSynced()
+		go cluster.Merge(t.Context(), out, func(key types.NamespacedName, in []*cluster.Snapshot) (*api.Service, []*api.EndpointSlice) {
+			joined, ok := in[0].States.Get(key)
+			if !ok {
+				return nil, nil
+			}
+			return joined.Service, nil
+		}, state)
+		x := errors.New("x")
+		small, large := service("a", 1, "10.0.0.1", 1), service("a", 1, "10.0.0.1", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+		for i, step := range []struct {
+			service  *api.Service
+			problems []error
+			reports  int
+		}{
+			{small, nil, 0},
+			{small, []error{x}, 1},
+			{large, []error{x}, 1},
+			{small, []error{x}, 0},
+			{small, nil, 0},
+		} {
+			reports = nil
+			state.Update(func(tx *cluster.Tx) {
+				tx.SetService(step.service)
+				tx.SetServiceProblems(step.service.Key(), step.problems)
+			})
+			synctest.Wait()
+			if len(reports) != step.reports {
+				t.Errorf("step %d: reports %q, want %d", i, reports, step.reports)
+			}
+		}
+	})
 }
 
 // TestMergeCopiesReasons sets and corrects problems that change no joined state.

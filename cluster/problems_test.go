@@ -72,3 +72,50 @@ func TestInvalidFieldsAreReportedUntilTheyAreCorrected(t *testing.T) {
 		}
 	}
 }
+
+// TestInvalidFieldsOfASliceStay pins that the problems of a slice stay when the source writes
+// the same object again, or other slices.
+func TestInvalidFieldsOfASliceStay(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	invalid := sliceOf("a-1", "a", 1)
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a", 1, "10.0.0.1", 1))
+		tx.SetSlice(invalid)
+		tx.SetSliceProblems(invalid.Key(), []error{errors.New("weight")})
+	})
+	for _, s := range []*api.EndpointSlice{invalid, sliceOf("a-2", "a", 1), sliceOf("b-1", "b", 1)} {
+		state.Update(func(tx *cluster.Tx) { tx.SetSlice(s) })
+		if reason, _ := state.Snapshot().Refused.Get(key("a")); !strings.HasSuffix(reason, "EndpointSlice a-1: weight") {
+			t.Errorf("reason %q after %s is set", reason, s.Name)
+		}
+	}
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(sliceOf("a-1", "a", 1)) })
+	if reason, refused := state.Snapshot().Refused.Get(key("a")); refused {
+		t.Errorf("reason %q after another version of the slice is set", reason)
+	}
+}
+
+// TestCorrectedFieldsAreNotReported counts the calls of OnRefused.
+func TestCorrectedFieldsAreNotReported(t *testing.T) {
+	reports := 0
+	state := cluster.New(cluster.Options{MaxElements: 11, OnRefused: func(types.NamespacedName, error) { reports++ }})
+	x := errors.New("x")
+	for i, step := range []struct {
+		ports    int32
+		problems []error
+		want     int
+	}{{1, []error{x}, 1}, {1, nil, 0}, {1, []error{x}, 1}, {12, []error{x}, 1}, {1, []error{x}, 0}, {1, nil, 0}} {
+		reports = 0
+		s := service("a", 1, "10.0.0.1")
+		for port := range step.ports {
+			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint(port), Protocol: api.TCP, Port: port + 1})
+		}
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetService(s)
+			tx.SetServiceProblems(s.Key(), step.problems)
+		})
+		if reports != step.want {
+			t.Errorf("step %d: %d reports, want %d", i, reports, step.want)
+		}
+	}
+}

@@ -121,6 +121,15 @@ func TestTooLargeServiceKeepsItsLastAcceptedVersion(t *testing.T) {
 		{"and all of them when others end",
 			func(tx *cluster.Tx) { tx.DeleteSlice(key("a-1")) },
 			[]string{"a [1] a-2=3 a-3=5", "b [1]"}},
+		{"a new version of the same size is accepted",
+			func(tx *cluster.Tx) { tx.SetSlice(sliceOf("a-1", "a", 3)); tx.SetService(a(9)) },
+			[]string{"a [9] a-1=3 a-2=3 a-3=1", "b [1]", "refused a"}},
+		{"a slice without room for an endpoint is left out",
+			func(tx *cluster.Tx) { tx.DeleteSlice(key("a-1")); tx.SetSlice(sliceOf("a-2", "a", 8)) },
+			[]string{"a [9] a-2=8", "b [1]", "refused a"}},
+		{"and comes back",
+			setSlice("a-2", 3),
+			[]string{"a [9] a-2=3 a-3=5", "b [1]"}},
 		{"a new object of the same name does not get the state of the old one",
 			setService(recreated),
 			[]string{"a a-2=3 a-3=5", "b [1]", "refused a"}},
@@ -341,6 +350,94 @@ func TestRefusalsAreReportedOnce(t *testing.T) {
 	}
 	if n := state.Snapshot().Refused.Len(); n != 0 {
 		t.Errorf("%d services are refused after the deletion", n)
+	}
+}
+
+func TestReasonsSayWhatIsServed(t *testing.T) {
+	ports := func(n int32) *api.Service {
+		s := service("a", 1, "10.0.0.1")
+		for i := range n {
+			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint(i), Protocol: api.TCP, Port: i + 1})
+		}
+		return s
+	}
+	for want, writes := range map[string][]func(*cluster.Tx){
+		"; it is not served": {func(tx *cluster.Tx) { tx.SetService(ports(12)) }},
+		"; its last accepted version is served": {
+			func(tx *cluster.Tx) { tx.SetService(ports(2)) },
+			func(tx *cluster.Tx) { tx.SetService(ports(12)) },
+		},
+		"; it is served with a part of its endpoints": {
+			func(tx *cluster.Tx) { tx.SetService(ports(2)); tx.SetSlice(sliceOf("a-1", "a", 20)) },
+		},
+	} {
+		state := cluster.New(cluster.Options{MaxElements: 11})
+		state.SetSynced()
+		for _, write := range writes {
+			state.Update(write)
+		}
+		if reason, _ := state.Snapshot().Refused.Get(key("a")); !strings.HasSuffix(reason, " source ranges"+want) {
+			t.Errorf("reason %q, want one that ends with %q", reason, want)
+		}
+	}
+}
+
+// TestSeveralVersionsOfASliceInOneUpdate has a slice that is too large for some time.
+func TestSeveralVersionsOfASliceInOneUpdate(t *testing.T) {
+	state := cluster.New(cluster.Options{MaxElements: 11})
+	state.SetSynced()
+	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a", 1, "10.0.0.1", 1)) })
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetSlice(sliceOf("a-1", "a", 1))
+		tx.SetSlice(sliceOf("a-2", "a", 20))
+		tx.SetSlice(sliceOf("a-2", "a", 4))
+		tx.SetSlice(sliceOf("a-3", "a", 4))
+	})
+	if diff := gocmp.Diff([]string{"a [1] a-1=1 a-2=4 a-3=2", "refused a"}, served(state)); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// TestReportsAreSorted refuses several services in one Update.
+func TestReportsAreSorted(t *testing.T) {
+	var reports []string
+	state := cluster.New(cluster.Options{MaxElements: 1, OnRefused: func(key types.NamespacedName, _ error) {
+		reports = append(reports, key.Name)
+	}})
+	names := strings.Split("a b c d e f g h i j", " ")
+	state.Update(func(tx *cluster.Tx) {
+		for _, name := range names {
+			tx.SetService(service(name, 1, "10.0.0.1", 1, 2))
+		}
+	})
+	if !slices.Equal(reports, names) {
+		t.Errorf("reports %v", reports)
+	}
+}
+
+// TestListingWithoutChanges lists the same objects again, in another order.
+func TestListingWithoutChanges(t *testing.T) {
+	state := cluster.New(cluster.Options{MaxElements: 2})
+	services := []*api.Service{
+		service("c", 1, "10.0.0.1", 1), service("b", 1, "10.0.0.1", 2),
+		service("a", 1, "10.0.0.1", 3, 4, 5), service("d", 1, "10.0.0.1", 7), // a is refused
+	}
+	list := []*api.EndpointSlice{sliceOf("y", "c", 0), sliceOf("x", "c", 0), sliceOf("z", "b", 0)}
+	write := func(tx *cluster.Tx) {
+		tx.ReplaceServices(slices.Values(services))
+		tx.ReplaceSlices(slices.Values(list))
+		for _, s := range services {
+			tx.SetServiceProblems(s.Key(), nil)
+		}
+	}
+	state.Update(write)
+	state.SetSynced()
+	before := state.Snapshot()
+	slices.Reverse(services)
+	slices.Reverse(list)
+	state.Update(write)
+	if after := state.Snapshot(); after.Revision != before.Revision {
+		t.Errorf("revision %d after %d", after.Revision, before.Revision)
 	}
 }
 

@@ -219,8 +219,8 @@ func (s *State) Changed(since uint64) <-chan struct{} {
 	p := &s.published
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if s.IsSynced() && p.revision != since {
-		return s.synced // already closed
+	if p.revision != since {
+		return s.synced
 	}
 	if p.changed == nil {
 		p.changed = make(chan struct{})

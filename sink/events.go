@@ -335,7 +335,7 @@ type comparison struct {
 }
 
 func (c *comparison) frontends(a, b *nodeview.Frontend) bool {
-	return a.FrontendKey == b.FrontendKey && a.Masquerade == b.Masquerade && a.Affinity == b.Affinity &&
+	return a.FrontendKey == b.FrontendKey && a.Masquerade == b.Masquerade && a.Affinity == b.Affinity && a.Algorithm == b.Algorithm &&
 		(a.ServicePort == b.ServicePort || a.ServicePort != nil && b.ServicePort != nil && *a.ServicePort == *b.ServicePort) &&
 		sameTraffic(&a.Elsewhere, &b.Elsewhere, &c.elsewhere) && sameTraffic(&a.Node, &b.Node, &c.node) &&
 		c.sameExisting(a.Existing, b.Existing) && a.Sources.Restricted == b.Sources.Restricted &&

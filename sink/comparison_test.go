@@ -18,7 +18,7 @@ func comparedView() *api.View {
 	service := &api.Service{
 		Namespace: "default", Name: "web", Type: api.LoadBalancer,
 		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(addr("10.96.0.1")), LoadBalancerIPs: api.NewIPSet(addr("192.0.2.1"))},
-		Ports: []api.PortMapping{{Name: "http", Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
 	}
 	service.SourceRanges = []api.SourceRanges{{TargetIPs: service.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("192.0.2.0/24")}}}
 	view := &api.View{Service: service}

@@ -70,7 +70,12 @@ func allParts() []part {
 		{
 			Name: "status-page", About: "the status page of 10,000 services in Chromium", Limit: 10 * time.Minute,
 			Needs:   []string{"chromium"},
-			Command: "cd test; go test -v -count=1 ./statuspage",
+			Command: "cd test; go test -v -count=1 -run Page ./browser",
+		},
+		{
+			Name: "site", About: "the site of the documents: no dead links, and all pages fit a phone and a desktop in Chromium", Limit: 10 * time.Minute,
+			Needs:   []string{"chromium", "mkdocs"},
+			Command: "cd test; go test -v -count=1 -run Site ./browser",
 		},
 		{
 			Name: "kpdiff", About: "100,000 random clusters, beside kube-proxy's packages", Limit: 30 * time.Minute,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package statuspage tests the status page in a browser. It needs Debian's Chromium.
-package statuspage
+// Package browser tests the status page and the site of the documents in Debian's Chromium.
+package browser
 
 import (
 	"bytes"
@@ -101,6 +101,14 @@ func page(t *testing.T) (url string) {
 	return server.URL
 }
 
+// headless returns the arguments of Chromium for a window of 1100 by 900 pixels.
+func headless(t *testing.T) []string {
+	return []string{
+		"--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run",
+		"--hide-scrollbars", "--window-size=1100,900", "--user-data-dir=" + t.TempDir(),
+	}
+}
+
 func TestPageInChromium(t *testing.T) {
 	chromium, err := exec.LookPath("chromium")
 	if err != nil {
@@ -109,10 +117,7 @@ func TestPageInChromium(t *testing.T) {
 	url := page(t)
 	run := func(args ...string) []byte {
 		t.Helper()
-		cmd := exec.CommandContext(t.Context(), chromium, append([]string{
-			"--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run",
-			"--hide-scrollbars", "--window-size=1100,900", "--user-data-dir=" + t.TempDir(),
-		}, args...)...)
+		cmd := exec.CommandContext(t.Context(), chromium, append(headless(t), args...)...)
 		var stderr bytes.Buffer
 		cmd.Stderr = &stderr
 		out, err := cmd.Output()

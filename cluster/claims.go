@@ -4,12 +4,14 @@ package cluster
 
 import (
 	"cmp"
+	"encoding/binary"
 	"iter"
 	"net/netip"
 	"slices"
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/distinct"
 	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/ordering"
 )
@@ -20,12 +22,12 @@ import (
 type claims struct {
 	// tree is sorted by claim, then rank, then age. So the claims to one frontend are
 	// adjacent. The first of them owns the frontend, unless a service owns the whole address.
-	tree *btree.BTreeG[claim]
+	tree *btree.BTreeG[packed]
 	// byPrecedence has the claims that have an address, sorted by address, rank and age. It
 	// matters only for an address that a service claims as a whole: if the first claim at this
 	// address is to the whole address, its service owns the address and all ports. Otherwise
 	// no service owns the whole address. It is nil until a service claims a whole address.
-	byPrecedence *btree.BTreeG[claim]
+	byPrecedence *btree.BTreeG[packed]
 }
 
 // The type ranked is a claim with its rank. If a service has an address as a
@@ -54,8 +56,61 @@ type claim struct {
 	claimant *api.Service
 }
 
+// packed is a claim in the smaller form of the trees, which have a claim for each frontend.
+type packed struct {
+	high, low uint64 // the address
+	port      int32
+	// version is 4 or 6, or 0 if the claim has no address.
+	version, family, protocol uint8
+	rank                      rank
+	claimant                  *api.Service
+}
+
+func (c claim) packed() packed {
+	p := packed{port: c.Port, family: uint8(c.Family), protocol: uint8(c.Protocol), rank: c.rank, claimant: c.claimant}
+	if c.IP.IsValid() {
+		ip := c.IP.As16()
+		p.version = uint8(api.FamilyOf(c.IP))
+		p.high, p.low = binary.BigEndian.Uint64(ip[:8]), binary.BigEndian.Uint64(ip[8:])
+	}
+	return p
+}
+
+func (p packed) claim() claim {
+	c := claim{ranked{api.Claim{Family: api.Family(p.family), Protocol: api.Protocol(p.protocol), Port: p.port}, p.rank}, p.claimant}
+	if p.version != 0 {
+		var ip [16]byte
+		binary.BigEndian.PutUint64(ip[:8], p.high)
+		binary.BigEndian.PutUint64(ip[8:], p.low)
+		c.IP = netip.AddrFrom16(ip).Unmap()
+	}
+	return c
+}
+
+// compareIP and compareFrontend order claims like compareClaims.
+func (p packed) compareIP(o packed) int {
+	return cmp.Or(cmp.Compare(p.version, o.version), cmp.Compare(p.high, o.high), cmp.Compare(p.low, o.low))
+}
+
+func (p packed) compareFrontend(o packed) int {
+	return cmp.Or(p.compareIP(o), cmp.Compare(p.family, o.family), cmp.Compare(p.protocol, o.protocol), cmp.Compare(p.port, o.port))
+}
+
+// precedence compares conflicting claims. The result is negative if p wins against o.
+func (p packed) precedence(o packed) int {
+	if c := cmp.Compare(p.rank, o.rank); c != 0 {
+		return c
+	}
+	return byAge(p.claimant, o.claimant)
+}
+
 func newClaims() claims {
-	return claims{tree: btree.NewG(32, func(a, b claim) bool { return a.compare(b) < 0 })}
+	return claims{tree: btree.NewG(32, func(a, b packed) bool {
+		if c := a.compareFrontend(b); c != 0 {
+			return c < 0
+		}
+		return a.precedence(b) < 0
+	})}
 }
 
 // clone returns a copy for readers. It takes constant time, and later writes copy the nodes
@@ -66,21 +121,6 @@ func (c *claims) clone() *claims {
 		copied.byPrecedence = c.byPrecedence.Clone()
 	}
 	return &copied
-}
-
-func (c claim) compare(o claim) int {
-	if d := compareClaims(c.Claim, o.Claim); d != 0 {
-		return d
-	}
-	return c.precedence(o)
-}
-
-// precedence compares conflicting claims. The result is negative if c wins against o.
-func (c claim) precedence(o claim) int {
-	if d := cmp.Compare(c.rank, o.rank); d != 0 {
-		return d
-	}
-	return byAge(c.claimant, o.claimant)
 }
 
 // compareClaims orders claims by address. A claim to a whole address precedes claims to
@@ -142,7 +182,7 @@ func claimsOf(s *api.Service) []ranked {
 }
 
 func appendPort(list []ranked, rank rank, c api.Claim) []ranked {
-	if c.Protocol == api.UnknownProtocol || c.Port == 0 {
+	if c.Protocol.Number() == 0 || c.Port == 0 {
 		return list
 	}
 	return append(list, ranked{c, rank})
@@ -158,8 +198,8 @@ func (c *claims) outcome(cl claim) outcome { return outcome{cl, c.owner(cl.Claim
 
 // replace replaces the claims of a service's old version by the claims of its new
 // version. One version may be nil. If the versions have the same claims, changed is false.
-// Otherwise own has the outcomes of the new version's claims, and others has the outcomes
-// of all claims that other services have won or lost.
+// Otherwise own has the claims that the new version lost, and others has the outcomes of
+// all claims that other services have won or lost.
 func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed bool) {
 	before, after := claimsOf(old), claimsOf(new)
 	sameAge := old != nil && new != nil && old.Created.Equal(new.Created)
@@ -178,14 +218,14 @@ func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed 
 		return nil, nil, false
 	}
 	for _, was := range touched {
-		for _, cl := range c.flipped(was) {
-			if cl.claimant != new {
-				others = append(others, c.outcome(cl))
-			}
+		for _, cl := range c.flipped(was, new) {
+			others = append(others, c.outcome(cl))
 		}
 	}
 	for _, cl := range after {
-		own = append(own, c.outcome(claim{cl, new}))
+		if o := c.outcome(claim{cl, new}); o.lost {
+			own = append(own, o)
+		}
 	}
 	return own, others, true
 }
@@ -205,17 +245,21 @@ func without(a, b []ranked) []ranked {
 }
 
 func (c *claims) insert(cl claim) {
-	c.tree.ReplaceOrInsert(cl)
+	p := cl.packed()
+	c.tree.ReplaceOrInsert(p)
 	switch {
-	case !cl.IP.IsValid():
+	case p.version == 0:
 	case c.byPrecedence != nil:
-		c.byPrecedence.ReplaceOrInsert(cl)
+		c.byPrecedence.ReplaceOrInsert(p)
 	case claimsAddress(cl.Claim):
-		c.byPrecedence = btree.NewG(32, func(a, b claim) bool {
-			return cmp.Or(a.IP.Compare(b.IP), a.precedence(b), compareClaims(a.Claim, b.Claim)) < 0
+		c.byPrecedence = btree.NewG(32, func(a, b packed) bool {
+			if c := cmp.Or(a.compareIP(b), a.precedence(b)); c != 0 {
+				return c < 0
+			}
+			return a.compareFrontend(b) < 0
 		})
-		c.tree.Ascend(func(o claim) bool {
-			if o.IP.IsValid() {
+		c.tree.Ascend(func(o packed) bool {
+			if o.version != 0 {
 				c.byPrecedence.ReplaceOrInsert(o)
 			}
 			return true
@@ -224,16 +268,17 @@ func (c *claims) insert(cl claim) {
 }
 
 func (c *claims) delete(cl claim) {
-	c.tree.Delete(cl)
+	p := cl.packed()
+	c.tree.Delete(p)
 	if c.byPrecedence != nil {
-		c.byPrecedence.Delete(cl) // it does not have claims of node ports
+		c.byPrecedence.Delete(p) // it does not have claims of node ports
 	}
 }
 
 // from returns the first claim in tree that does not precede cl, or the zero value.
-func from(tree *btree.BTreeG[claim], cl ranked) (found claim) {
-	tree.AscendGreaterOrEqual(claim{ranked: cl}, func(o claim) bool {
-		found = o
+func from(tree *btree.BTreeG[packed], cl ranked) (found claim) {
+	tree.AscendGreaterOrEqual(claim{ranked: cl}.packed(), func(o packed) bool {
+		found = o.claim()
 		return false
 	})
 	return found
@@ -292,10 +337,9 @@ type ownership struct {
 // owners returns the present ownership of all given claims, and of the whole addresses.
 func (c *claims) owners(lists ...[]ranked) []ownership {
 	var all []ownership
-	seen := map[api.Claim]bool{}
+	var seen distinct.Set[api.Claim]
 	add := func(cl api.Claim, by claim) {
-		if !seen[cl] {
-			seen[cl] = true
+		if seen.Add(cl) {
 			all = append(all, ownership{cl, by})
 		}
 	}
@@ -315,8 +359,8 @@ func (c *claims) owners(lists ...[]ranked) []ownership {
 }
 
 // flipped compares an earlier ownership with the present one. It returns the claims that
-// services have won or lost since then.
-func (c *claims) flipped(was ownership) (list []claim) {
+// services, except one, have won or lost since then.
+func (c *claims) flipped(was ownership, except *api.Service) (list []claim) {
 	now, _ := c.first(was.claim)
 	if claimsAddress(was.claim) {
 		now, _ = c.firstAt(was.claim.IP)
@@ -325,13 +369,20 @@ func (c *claims) flipped(was ownership) (list []claim) {
 		return nil
 	}
 	for _, cl := range [...]claim{was.by, now} {
-		if present, ok := c.tree.Get(cl); ok {
-			list = append(list, present)
+		if cl.claimant == except {
+			continue
+		}
+		if present, ok := c.tree.Get(cl.packed()); ok {
+			list = append(list, present.claim())
 		}
 	}
 	if owns(was.by) != owns(now) {
 		// The first claim to each port of the address is lost or won, too.
-		list = slices.AppendSeq(list, c.firsts(was.claim.IP))
+		for cl := range c.firsts(was.claim.IP) {
+			if cl.claimant != except {
+				list = append(list, cl)
+			}
+		}
 	}
 	return list
 }

@@ -27,8 +27,8 @@ type State struct {
 	// service, its slices or its lost claims change.
 	states *revstore.Store[types.NamespacedName, *api.ServiceState]
 	slices sliceIndex
-	// own has the services whose lists of slices no snapshot contains, so that a write may
-	// modify them, and their numbers of slices and endpoints. Otherwise listing many slices of
+	// own has the services with long lists of slices that no snapshot contains, so that a write
+	// may modify them, and their numbers of slices and endpoints. Otherwise listing many slices of
 	// one service would copy its list, and count its endpoints, each time.
 	own     map[types.NamespacedName]int
 	nodes   *revstore.Store[string, *api.Node]
@@ -434,13 +434,19 @@ func (s *State) splice(key types.NamespacedName, want api.ServiceState, i, next 
 			s.objectStores.slices.Set(slice.Key(), slice)
 		}
 	}
-	if !owned {
-		want.Slices = slices.Clone(want.Slices)
+	if owned {
+		want.Slices = slices.Replace(want.Slices, i, next, new...)
+	} else {
+		want.Slices = slices.Concat(want.Slices[:i], new, want.Slices[next:])
 	}
-	want.Slices = slices.Replace(want.Slices, i, next, new...)
-	s.own[key] = targets
+	if owned || len(want.Slices) > few {
+		s.own[key] = targets
+	}
 	s.setState(key, want)
 }
+
+// few is the number of slices up to which a list of slices is always copied.
+const few = 8
 
 // targetsOf returns the number of slices and their endpoints.
 func targetsOf(list []*api.EndpointSlice) int {
@@ -592,6 +598,9 @@ func (tx *Tx) DeleteSlice(key types.NamespacedName) {
 // SetSliceProblems is like SetServiceProblems for a slice. It does nothing if the slice does
 // not exist. The errors are those of the slice's service.
 func (tx *Tx) SetSliceProblems(key types.NamespacedName, problems []error) {
+	if len(problems) == 0 {
+		return
+	}
 	if slice := tx.s.slices.get(key); slice != nil {
 		tx.s.setInvalid(serviceOf(slice), slice.Name, problems)
 	}

@@ -28,7 +28,7 @@ func source(ctx context.Context, state *cluster.State) error {
 			Namespace: "default", Name: "web-1", ServiceName: "web", Family: api.IPv4,
 			Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
 			Endpoints: []api.SliceEndpoint{{
-				Addr: netip.MustParseAddr("10.1.0.5"), NodeName: "node-1",
+				Addr: netip.MustParseAddr("10.1.0.5"), Details: &api.EndpointDetails{NodeName: "node-1"},
 				Conditions: api.Conditions{Ready: true, Serving: true},
 			}},
 		})

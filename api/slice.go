@@ -44,7 +44,19 @@ type EndpointPort struct {
 
 // SliceEndpoint is one endpoint of a slice.
 type SliceEndpoint struct {
-	Addr     netip.Addr
+	Addr netip.Addr
+	// Details are nil if all of them are zero. Many endpoints share them, so that a large
+	// cluster needs little memory: they are immutable. The method Value accepts nil.
+	Details *EndpointDetails `json:",omitempty"`
+	// Weight is the endpoint's share of new connections, relative to other endpoints: 1 to
+	// 65535. 0 means [DefaultWeight]. For the weight zero, see Conditions.Drain.
+	Weight int32 `json:",omitempty"`
+
+	Conditions
+}
+
+// EndpointDetails are the fields of an endpoint that are often equal for many endpoints.
+type EndpointDetails struct {
 	Hostname string `json:",omitempty"`
 	// NodeName is the endpoint's node, or empty if unknown.
 	NodeName string `json:",omitempty"`
@@ -54,11 +66,14 @@ type SliceEndpoint struct {
 	// Target is the pod behind the endpoint (targetRef). It is nil if the endpoint has no
 	// pod, or if the source is not configured to keep pods.
 	Target *types.NamespacedName `json:",omitempty"`
-	// Weight is the endpoint's share of new connections, relative to other endpoints: 1 to
-	// 65535. 0 means [DefaultWeight]. For the weight zero, see Conditions.Drain.
-	Weight int32 `json:",omitempty"`
+}
 
-	Conditions
+// Value returns the details, which are zero if d is nil.
+func (d *EndpointDetails) Value() EndpointDetails {
+	if d == nil {
+		return EndpointDetails{}
+	}
+	return *d
 }
 
 // Conditions are an endpoint's conditions (KEP 1669) with the API's defaults applied, and
@@ -103,8 +118,15 @@ func (s *EndpointSlice) Equal(o *EndpointSlice) bool {
 }
 
 func (e SliceEndpoint) equal(o SliceEndpoint) bool {
-	return e.Addr == o.Addr && e.Hostname == o.Hostname && e.NodeName == o.NodeName && e.Zone == o.Zone && e.Weight == o.Weight &&
-		e.Conditions == o.Conditions && e.Hints.equal(o.Hints) && equalTargets(e.Target, o.Target)
+	return e.Addr == o.Addr && e.Weight == o.Weight && e.Conditions == o.Conditions && e.Details.equal(o.Details)
+}
+
+func (d *EndpointDetails) equal(o *EndpointDetails) bool {
+	if d == o {
+		return true
+	}
+	a, b := d.Value(), o.Value()
+	return a.Hostname == b.Hostname && a.NodeName == b.NodeName && a.Zone == b.Zone && a.Hints.equal(b.Hints) && equalTargets(a.Target, b.Target)
 }
 
 func equalTargets(a, b *types.NamespacedName) bool {

@@ -43,8 +43,8 @@ func slice(name, service string, zones ...string) *api.EndpointSlice {
 	for _, zone := range zones {
 		addr = addr.Next()
 		s.Endpoints = append(s.Endpoints, api.SliceEndpoint{
-			Addr: addr, NodeName: "node-" + zone, Zone: zone,
-			Hints:      &api.Hints{ForZones: []string{zone}},
+			Addr:       addr,
+			Details:    &api.EndpointDetails{NodeName: "node-" + zone, Zone: zone, Hints: &api.Hints{ForZones: []string{zone}}},
 			Conditions: api.Conditions{Ready: true, Serving: true},
 		})
 	}
@@ -290,7 +290,7 @@ func TestOneOfAThousandEndpointsFlips(t *testing.T) {
 	before, after := slice("a-1", "a", zones...), slice("a-1", "a", zones...)
 	for _, s := range []*api.EndpointSlice{before, after} {
 		for i := range s.Endpoints {
-			s.Endpoints[i].Hints = nil
+			s.Endpoints[i].Details.Hints = nil
 		}
 	}
 	after.Endpoints[500].Conditions = api.Conditions{}

@@ -31,8 +31,7 @@ func benchState(n int) *api.ServiceState {
 		}
 		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
 			Addr:       netip.AddrFrom4([4]byte{10, 1, byte(v >> 8), byte(v)}),
-			NodeName:   fmt.Sprint("node-", v),
-			Zone:       "z1",
+			Details:    &api.EndpointDetails{NodeName: fmt.Sprint("node-", v), Zone: "z1"},
 			Conditions: api.Conditions{Ready: true, Serving: true},
 		})
 	}

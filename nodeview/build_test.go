@@ -137,7 +137,8 @@ func endpointSlices(text string) []*api.EndpointSlice {
 }
 
 func endpoint(words []string) api.SliceEndpoint {
-	ep := api.SliceEndpoint{Addr: netip.MustParseAddr(words[0])}
+	details := &api.EndpointDetails{}
+	ep := api.SliceEndpoint{Addr: netip.MustParseAddr(words[0]), Details: details}
 	for _, w := range words[1:] {
 		key, value, _ := strings.Cut(w, "=")
 		switch {
@@ -150,19 +151,19 @@ func endpoint(words []string) api.SliceEndpoint {
 		case w == "terminating":
 			ep.Terminating = true
 		case w[0] == '@':
-			ep.NodeName = w[1:]
+			details.NodeName = w[1:]
 		case key == "host":
-			ep.Hostname = value
+			details.Hostname = value
 		case key == "zone":
-			ep.Zone = value
+			details.Zone = value
 		case key == "zones" || key == "nodes":
-			if ep.Hints == nil {
-				ep.Hints = &api.Hints{}
+			if details.Hints == nil {
+				details.Hints = &api.Hints{}
 			}
 			if key == "zones" {
-				ep.Hints.ForZones = strings.Split(value, ",")
+				details.Hints.ForZones = strings.Split(value, ",")
 			} else {
-				ep.Hints.ForNodes = strings.Split(value, ",")
+				details.Hints.ForNodes = strings.Split(value, ",")
 			}
 		default:
 			panic("unknown word " + w)

@@ -26,8 +26,8 @@ func Example() {
 			Namespace: "default", Name: "web-x7k2p", ServiceName: "web", Family: api.IPv4,
 			Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
 			Endpoints: []api.SliceEndpoint{
-				{Addr: netip.MustParseAddr("10.1.0.5"), NodeName: "node-1", Conditions: ready},
-				{Addr: netip.MustParseAddr("10.1.1.7"), NodeName: "node-2", Conditions: ready},
+				{Addr: netip.MustParseAddr("10.1.0.5"), Details: &api.EndpointDetails{NodeName: "node-1"}, Conditions: ready},
+				{Addr: netip.MustParseAddr("10.1.1.7"), Details: &api.EndpointDetails{NodeName: "node-2"}, Conditions: ready},
 			},
 		}},
 	}

@@ -137,17 +137,18 @@ func (d *dice) slice(name string, svc *api.Service) *api.EndpointSlice {
 		pool = []string{"fd00::1", "fd00::2"}
 	}
 	for range 1 + d.n(5) {
+		addr := netip.MustParseAddr(pick(d, pool...))
+		details := &api.EndpointDetails{Hostname: pick(d, "", "web-0"), NodeName: pick(d, "here", "there", "")}
 		ep := api.SliceEndpoint{
-			Addr:       netip.MustParseAddr(pick(d, pool...)),
-			Hostname:   pick(d, "", "web-0"),
-			NodeName:   pick(d, "here", "there", ""),
+			Addr:       addr,
+			Details:    details,
 			Conditions: d.conditions(),
 		}
 		switch d.n(3) {
 		case 1:
-			ep.Hints = &api.Hints{ForZones: pick(d, []string{"zone-1"}, []string{"zone-2"}, []string{""})}
+			details.Hints = &api.Hints{ForZones: pick(d, []string{"zone-1"}, []string{"zone-2"}, []string{""})}
 		case 2:
-			ep.Hints = &api.Hints{
+			details.Hints = &api.Hints{
 				ForNodes: pick(d, []string{"here"}, []string{"there", "here"}, []string{"there"}, []string{""}),
 				ForZones: pick(d, nil, []string{"zone-1"}),
 			}
@@ -306,7 +307,7 @@ func checkCompetition(t *testing.T, state *api.ServiceState, view *api.View) {
 					port = e.TargetPort(p)
 				}
 				best, ok := entries[netip.AddrPortFrom(e.Addr, uint16(port))]
-				if !ok || best.ep.Conditions != e.Conditions || best.ep.NodeName != e.NodeName || oracleKey(state.Service, best.slice, e.Addr) != e.Key() {
+				if !ok || best.ep.Conditions != e.Conditions || best.ep.Details.Value().NodeName != e.NodeName || oracleKey(state.Service, best.slice, e.Addr) != e.Key() {
 					t.Errorf("%s is listed for %s, and the best entry is %+v", e.Key(), portText(p), best.ep)
 				}
 			}

@@ -19,7 +19,9 @@ func locationOf(n *api.Node) location {
 
 // The method runs reports whether ep runs on this node. Without a node name, it always
 // returns false.
-func (h location) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
+func (h location) runs(ep *api.SliceEndpoint) bool {
+	return h.node != "" && ep.Details.Value().NodeName == h.node
+}
 
 func (h location) hintedNode(ep *api.SliceEndpoint) bool {
 	return h.node != "" && slices.Contains(hints(ep).ForNodes, h.node)
@@ -32,10 +34,10 @@ func (h location) hintedZone(ep *api.SliceEndpoint) bool {
 }
 
 func hints(ep *api.SliceEndpoint) api.Hints {
-	if ep.Hints == nil {
-		return api.Hints{}
+	if h := ep.Details.Value().Hints; h != nil {
+		return *h
 	}
-	return *ep.Hints
+	return api.Hints{}
 }
 
 // listReasons has the reasons why an endpoint is or is not on the Cluster list and the
@@ -68,9 +70,9 @@ func (t *endpointCounts) count(ep *api.SliceEndpoint, here location) {
 	if here.runs(ep) {
 		t.readyHere++
 	}
-	if ep.Hints != nil {
-		t.nodeHints.count(ep.Hints.ForNodes, here.hintedNode(ep))
-		t.zoneHints.count(ep.Hints.ForZones, here.hintedZone(ep))
+	if h := ep.Details.Value().Hints; h != nil {
+		t.nodeHints.count(h.ForNodes, here.hintedNode(ep))
+		t.zoneHints.count(h.ForZones, here.hintedZone(ep))
 	}
 }
 

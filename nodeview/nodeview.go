@@ -116,8 +116,9 @@ func (c *selection) list(view *api.View, pol policies, here location) {
 		default:
 			continue
 		}
-		e.Hostname, e.Addr, e.NodeName, e.Zone, e.Conditions = cand.ep.Hostname, cand.addr, cand.ep.NodeName, cand.ep.Zone, cand.ep.Conditions
-		e.Target, e.Weight = cand.ep.Target, cand.ep.Weight
+		d := cand.ep.Details.Value()
+		e.Hostname, e.NodeName, e.Zone, e.Target = d.Hostname, d.NodeName, d.Zone, d.Target
+		e.Addr, e.Weight, e.Conditions = cand.addr, cand.ep.Weight, cand.ep.Conditions
 		e.Local = here.runs(cand.ep)
 		e.PortOverrides = c.overrides[cand.slice]
 		e.Scopes = cand.scopes

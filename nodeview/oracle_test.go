@@ -75,8 +75,9 @@ func oraclePrefers(a, b entry) bool {
 // oracleContent returns the fields in which two entries of one slice may differ. An empty
 // string follows each list of hints, so that a shorter list sorts first.
 func oracleContent(e entry) []string {
-	out := []string{e.ep.NodeName, e.ep.Hostname, e.ep.Zone}
-	h := e.ep.Hints
+	d := e.ep.Details.Value()
+	out := []string{d.NodeName, d.Hostname, d.Zone}
+	h := d.Hints
 	if h == nil {
 		h = &api.Hints{}
 	}

@@ -144,7 +144,7 @@ func TestParametersAreExplained(t *testing.T) {
 func TestParametersNeedNoMemory(t *testing.T) {
 	for name, sizes := range map[string][2]uintptr{
 		"Service":       {unsafe.Sizeof(api.Service{}), 416},
-		"SliceEndpoint": {unsafe.Sizeof(api.SliceEndpoint{}), 96},
+		"SliceEndpoint": {unsafe.Sizeof(api.SliceEndpoint{}), 40},
 		"Endpoint":      {unsafe.Sizeof(api.Endpoint{}), 144},
 	} {
 		if sizes[0] > sizes[1] {

@@ -149,15 +149,16 @@ func (c *selection) dropDuplicates() {
 func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep
+	d, e := x.Details.Value(), y.Details.Value()
 	return cmp.Or(
 		trueFirst(ready(x.Conditions), ready(y.Conditions)),
 		trueFirst(x.Ready, y.Ready),
 		trueFirst(!x.Terminating, !y.Terminating),
 		trueFirst(x.Serving, y.Serving),
 		cmp.Compare(c.slices[a.slice].Name, c.slices[b.slice].Name),
-		cmp.Compare(x.NodeName, y.NodeName),
-		cmp.Compare(x.Hostname, y.Hostname),
-		cmp.Compare(x.Zone, y.Zone),
+		cmp.Compare(d.NodeName, e.NodeName),
+		cmp.Compare(d.Hostname, e.Hostname),
+		cmp.Compare(d.Zone, e.Zone),
 		slices.Compare(hints(x).ForNodes, hints(y).ForNodes),
 		slices.Compare(hints(x).ForZones, hints(y).ForZones),
 		ordering.Keys(target(x), target(y)),
@@ -167,10 +168,10 @@ func (c *selection) preference(i, j int) int {
 }
 
 func target(e *api.SliceEndpoint) types.NamespacedName {
-	if e.Target == nil {
-		return types.NamespacedName{}
+	if t := e.Details.Value().Target; t != nil {
+		return *t
 	}
-	return *e.Target
+	return types.NamespacedName{}
 }
 
 func trueFirst(a, b bool) int {

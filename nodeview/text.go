@@ -97,7 +97,7 @@ func portText(p *api.PortMapping) string {
 
 func (e *endpointReport) name() string {
 	return fmt.Sprintf("%s of slice %s on %s", addrPort(e.Endpoint.Addr, e.TargetPort), e.Slice,
-		cmp.Or(e.Endpoint.NodeName, "no known node"))
+		cmp.Or(e.Endpoint.Details.Value().NodeName, "no known node"))
 }
 
 func (e *endpointReport) text(b *strings.Builder) {

@@ -726,7 +726,7 @@ func TestManyEndpoints(t *testing.T) {
 func TestDuplicatesOfDifferentPods(t *testing.T) {
 	state := &api.ServiceState{Service: service(), Slices: endpointSlices("slice a\n10.0.0.1 ready\n10.0.0.1 ready")}
 	for i, name := range []string{"pod-2", "pod-1"} {
-		state.Slices[0].Endpoints[i].Target = &types.NamespacedName{Namespace: "default", Name: name}
+		state.Slices[0].Endpoints[i].Details.Target = &types.NamespacedName{Namespace: "default", Name: name}
 	}
 	for range 2 {
 		if got := View(state, nil).Endpoints[0].Target; got.Name != "pod-1" {
@@ -742,8 +742,8 @@ func TestViewCarriesWhatBackendsNeed(t *testing.T) {
 		Slices:  endpointSlices("slice a\n10.0.0.1 serving terminating @here"),
 		Lost:    []api.LostClaim{{Claim: api.Claim{Port: 80}, Winner: types.NamespacedName{Name: "older"}}},
 	}
-	s.Slices[0].Endpoints[0].Hostname = "web-0"
-	s.Slices[0].Endpoints[0].Zone = "zone-2"
+	s.Slices[0].Endpoints[0].Details.Hostname = "web-0"
+	s.Slices[0].Endpoints[0].Details.Zone = "zone-2"
 	want := &api.View{
 		Service: s.Service,
 		Endpoints: []api.Endpoint{{

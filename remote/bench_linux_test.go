@@ -65,7 +65,7 @@ func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 	}
 	for e := range 10 {
 		s.Endpoints = append(s.Endpoints, api.SliceEndpoint{
-			Addr: netip.AddrFrom4([4]byte{172, 16 + byte(e), byte(i >> 8), byte(i)}), NodeName: apitest.NodeName((7*i + e) % nodes),
+			Addr: netip.AddrFrom4([4]byte{172, 16 + byte(e), byte(i >> 8), byte(i)}), Details: &api.EndpointDetails{NodeName: apitest.NodeName((7*i + e) % nodes)},
 			Conditions: api.Conditions{Ready: e < 9 || ready, Serving: e < 9 || ready},
 		})
 	}
@@ -277,8 +277,8 @@ func makeReal(to apitest.Writer, services, nodes int) {
 		for e := range slice.Endpoints {
 			ep := &slice.Endpoints[e]
 			ep.Addr = netip.AddrFrom4([4]byte{172, byte(r.Uint32()), byte(r.Uint32()), byte(r.Uint32())})
-			ep.Zone = fmt.Sprint("zone-", r.IntN(3))
-			ep.Target = &types.NamespacedName{Namespace: "bench", Name: fmt.Sprintf("%s-%08x-%05x", app, r.Uint32(), r.Uint32()>>12)}
+			ep.Details.Zone = fmt.Sprint("zone-", r.IntN(3))
+			ep.Details.Target = &types.NamespacedName{Namespace: "bench", Name: fmt.Sprintf("%s-%08x-%05x", app, r.Uint32(), r.Uint32()>>12)}
 		}
 		to.SetService(service)
 		to.SetSlice(slice)

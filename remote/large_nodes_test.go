@@ -24,7 +24,9 @@ func (w spread) SetSlice(s *api.EndpointSlice) {
 			b := e.Addr.AsSlice()
 			b[1] = byte(n)
 			e.Addr, _ = netip.AddrFromSlice(b)
-			e.NodeName = apitest.NodeName(n)
+			d := one.Details.Value()
+			d.NodeName = apitest.NodeName(n)
+			e.Details = &d
 			if n%7 == 0 {
 				e.Conditions = api.Conditions{Serving: true, Terminating: true}
 			}

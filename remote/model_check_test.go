@@ -182,7 +182,7 @@ func modelContent(s *modelServer) string {
 		fmt.Fprintf(&b, "%s %v\n", service.Name, service.IPs)
 	}
 	for _, slice := range objects.Slices.All() {
-		fmt.Fprintf(&b, "%s %v\n", slice.Name, slice.Endpoints[0].Hints)
+		fmt.Fprintf(&b, "%s %v\n", slice.Name, slice.Endpoints[0].Details.Hints)
 	}
 	fmt.Fprintf(&b, "node %s", s.node().Zone())
 	return b.String()

@@ -170,9 +170,10 @@ func writeModel(tx *cluster.Tx, name, version string) {
 		Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 80}},
 	}
 	for i, zone := range []string{"z1", "z2"} {
-		e := api.SliceEndpoint{Addr: addr(byte(i + 1)), NodeName: fmt.Sprint("n", i+1), Zone: zone, Conditions: api.Conditions{Ready: true, Serving: true}}
+		details := &api.EndpointDetails{NodeName: fmt.Sprint("n", i+1), Zone: zone}
+		e := api.SliceEndpoint{Addr: addr(byte(i + 1)), Details: details, Conditions: api.Conditions{Ready: true, Serving: true}}
 		if name == "a" && version == "2" || name == "c" {
-			e.Hints = &api.Hints{ForZones: []string{zone}}
+			details.Hints = &api.Hints{ForZones: []string{zone}}
 		}
 		slice.Endpoints = append(slice.Endpoints, e)
 	}

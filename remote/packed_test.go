@@ -193,7 +193,7 @@ type fewHints struct{ apitest.Writer }
 func (w fewHints) SetSlice(s *api.EndpointSlice) {
 	for i := range s.Endpoints {
 		if !strings.Contains(s.ServiceName, "7") || len(s.ServiceName) > len("svc-77") {
-			s.Endpoints[i].Hints = nil
+			s.Endpoints[i].Details.Hints = nil
 		}
 	}
 	w.Writer.SetSlice(s)

@@ -27,8 +27,8 @@ var (
 		Namespace: "plain", Name: "hinted-1", ServiceName: "hinted", Family: api.IPv4,
 		Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 80}},
 		Endpoints: []api.SliceEndpoint{
-			{Addr: netip.MustParseAddr("172.16.0.1"), NodeName: "in-a", Zone: "a", Hints: &api.Hints{ForZones: []string{"a"}}, Conditions: api.Conditions{Ready: true, Serving: true}},
-			{Addr: netip.MustParseAddr("172.16.0.2"), NodeName: "in-b", Zone: "b", Hints: &api.Hints{ForZones: []string{"b"}}, Conditions: api.Conditions{Ready: true, Serving: true}},
+			{Addr: netip.MustParseAddr("172.16.0.1"), Details: &api.EndpointDetails{NodeName: "in-a", Zone: "a", Hints: &api.Hints{ForZones: []string{"a"}}}, Conditions: api.Conditions{Ready: true, Serving: true}},
+			{Addr: netip.MustParseAddr("172.16.0.2"), Details: &api.EndpointDetails{NodeName: "in-b", Zone: "b", Hints: &api.Hints{ForZones: []string{"b"}}}, Conditions: api.Conditions{Ready: true, Serving: true}},
 		},
 	}
 )
@@ -107,7 +107,7 @@ func TestInvisibleChangesAreNotSent(t *testing.T) {
 		t.Fatal(err)
 	}
 	more := *hintedSlice
-	more.Endpoints = append(slices.Clone(more.Endpoints), api.SliceEndpoint{Addr: netip.MustParseAddr("172.16.0.3"), NodeName: "in-b", Zone: "b"})
+	more.Endpoints = append(slices.Clone(more.Endpoints), api.SliceEndpoint{Addr: netip.MustParseAddr("172.16.0.3"), Details: &api.EndpointDetails{NodeName: "in-b", Zone: "b"}})
 	update(state, func(to apitest.Writer) {
 		to.SetSlice(&more)
 		to.SetNode(&api.Node{Name: "another"})
@@ -131,7 +131,7 @@ func TestLargeServiceIsSentInParts(t *testing.T) {
 	addr := netip.MustParseAddr("172.16.0.0")
 	for range 30_000 {
 		addr = addr.Next()
-		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{Addr: addr, NodeName: "in-a", Zone: "a", Conditions: api.Conditions{Ready: true, Serving: true}})
+		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{Addr: addr, Details: &api.EndpointDetails{NodeName: "in-a", Zone: "a"}, Conditions: api.Conditions{Ready: true, Serving: true}})
 	}
 	update(state, func(to apitest.Writer) {
 		to.SetService(hinted)

@@ -158,15 +158,15 @@ func newSharedState(state *api.ServiceState) *sharedState {
 	}
 	for _, slice := range state.Slices {
 		for i := range slice.Endpoints {
-			ep := &slice.Endpoints[i]
-			s.nodes[ep.NodeName] = struct{}{}
-			if ep.Hints == nil {
+			d := slice.Endpoints[i].Details.Value()
+			s.nodes[d.NodeName] = struct{}{}
+			if d.Hints == nil {
 				continue
 			}
-			for _, node := range ep.Hints.ForNodes {
+			for _, node := range d.Hints.ForNodes {
 				s.nodes[node] = struct{}{}
 			}
-			for _, zone := range ep.Hints.ForZones {
+			for _, zone := range d.Hints.ForZones {
 				s.zones[zone] = struct{}{}
 			}
 		}

@@ -71,7 +71,7 @@ func TestClassesShareEndpoints(t *testing.T) {
 		slice := &api.EndpointSlice{Family: api.IPv4, Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 80}}}
 		for i := range byte(2 * nodes) {
 			slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
-				Addr: netip.AddrFrom4([4]byte{10, 0, 0, i}), NodeName: apitest.NodeName(r.IntN(nodes)),
+				Addr: netip.AddrFrom4([4]byte{10, 0, 0, i}), Details: &api.EndpointDetails{NodeName: apitest.NodeName(r.IntN(nodes))},
 				Conditions: api.Conditions{Ready: random(), Serving: random(), Terminating: random()},
 			})
 		}
@@ -113,9 +113,9 @@ func TestConcurrentRequestsComputeViewOnce(t *testing.T) {
 
 func TestClasses(t *testing.T) {
 	s := newSharedState(stateOf("s", &api.EndpointSlice{Endpoints: []api.SliceEndpoint{
-		{NodeName: "runs"},
-		{NodeName: ""},
-		{Hints: &api.Hints{ForNodes: []string{"hinted"}, ForZones: []string{"zone"}}},
+		{Details: &api.EndpointDetails{NodeName: "runs"}},
+		{},
+		{Details: &api.EndpointDetails{Hints: &api.Hints{ForNodes: []string{"hinted"}, ForZones: []string{"zone"}}}},
 	}}))
 	for _, test := range []struct {
 		name, node, zone string

@@ -18,6 +18,7 @@ type shared struct {
 	mu      sync.Mutex
 	strings map[string]string
 	hints   map[hintKey]*api.Hints
+	details map[api.EndpointDetails]*api.EndpointDetails
 	// The lists of ports that have only one port, by this port.
 	servicePorts  map[api.PortMapping][]api.PortMapping
 	endpointPorts map[api.EndpointPort][]api.EndpointPort

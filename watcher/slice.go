@@ -146,17 +146,29 @@ func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *r
 			r.add(fmt.Sprintf("endpoints[%d].addresses[0]", i), "%q is not an %s address, as the slice's addressType says", e.Addresses[0], family)
 			continue
 		}
-		out = append(out, api.SliceEndpoint{
-			Addr:       a,
-			Hostname:   value(e.Hostname, ""),
-			NodeName:   c.ofSlices.string(value(e.NodeName, "")),
-			Zone:       c.ofSlices.string(value(e.Zone, "")),
-			Hints:      c.hints(e.Hints),
-			Target:     c.target(e.TargetRef),
-			Conditions: conditions(&e.Conditions),
-		})
+		out = append(out, api.SliceEndpoint{Addr: a, Details: c.details(e), Conditions: conditions(&e.Conditions)})
 	}
 	return out
+}
+
+// details converts the details of an endpoint. The caller holds ofSlices.mu.
+func (c *Converter) details(e *discoveryv1.Endpoint) *api.EndpointDetails {
+	d := api.EndpointDetails{
+		Hostname: value(e.Hostname, ""),
+		NodeName: value(e.NodeName, ""),
+		Zone:     value(e.Zone, ""),
+		Hints:    c.hints(e.Hints),
+		Target:   c.target(e.TargetRef),
+	}
+	switch {
+	case d == api.EndpointDetails{}:
+		return nil
+	case d.Hostname != "" || d.Target != nil || d.Hints != nil && len(d.Hints.ForNodes)+len(d.Hints.ForZones) > 2:
+		d.NodeName, d.Zone = c.ofSlices.string(d.NodeName), c.ofSlices.string(d.Zone)
+		return &d // hardly any other endpoint has the same
+	default:
+		return sharedValue(&c.ofSlices.details, d, func() *api.EndpointDetails { return &d })
+	}
 }
 
 // target returns the pod to which ref refers. It returns nil if ref refers to another

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -89,7 +88,8 @@ func TestEndpointSliceConversion(t *testing.T) {
 			want: func(s *api.EndpointSlice) {
 				s.Labels = map[string]string{"app": "web"}
 				s.Endpoints = []api.SliceEndpoint{{
-					Addr: addrs("10.0.0.1")[0], Conditions: ready, Target: &types.NamespacedName{Namespace: "default", Name: "web-0"},
+					Addr: addrs("10.0.0.1")[0], Conditions: ready,
+					Details: &api.EndpointDetails{Target: &types.NamespacedName{Namespace: "default", Name: "web-0"}},
 				}}
 			},
 		},
@@ -168,10 +168,10 @@ func TestEndpointSliceConversion(t *testing.T) {
 			want: func(s *api.EndpointSlice) {
 				s.Endpoints = []api.SliceEndpoint{
 					{
-						Addr: addrs("10.0.0.1")[0], Hostname: "web-0", NodeName: "a", Zone: "z1", Conditions: ready,
-						Hints: &api.Hints{ForNodes: []string{"a"}, ForZones: []string{"z1"}},
+						Addr: addrs("10.0.0.1")[0], Conditions: ready,
+						Details: &api.EndpointDetails{Hostname: "web-0", NodeName: "a", Zone: "z1", Hints: &api.Hints{ForNodes: []string{"a"}, ForZones: []string{"z1"}}},
 					},
-					{Addr: addrs("10.0.0.2")[0], Conditions: ready, Hints: &api.Hints{ForZones: []string{"z1", "z2"}}},
+					{Addr: addrs("10.0.0.2")[0], Conditions: ready, Details: &api.EndpointDetails{Hints: &api.Hints{ForZones: []string{"z1", "z2"}}}},
 					{Addr: addrs("10.0.0.3")[0], Conditions: ready},
 				}
 			},
@@ -291,11 +291,8 @@ func TestRepeatedStringsAreStoredOnce(t *testing.T) {
 		return s.Endpoints[0]
 	}
 	a, b := convert(), convert()
-	if unsafe.StringData(a.NodeName) != unsafe.StringData(b.NodeName) {
-		t.Error("one node name is stored twice")
-	}
-	if a.Hints != b.Hints {
-		t.Error("equal hints are stored twice")
+	if a.Details != b.Details {
+		t.Error("equal details are stored twice")
 	}
 }
 

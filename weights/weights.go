@@ -57,13 +57,16 @@ func Divide(service types.NamespacedName, port *api.PortMapping, backends []Back
 			}
 			endpoints := slices.Clone(from.Endpoints)
 			for k := range endpoints {
-				endpoints[k].Hints = nil
+				if d := endpoints[k].Details.Value(); d.Hints != nil {
+					d.Hints = nil
+					endpoints[k].Details = &d
+				}
 			}
 			add(from.Name, from.Family, from.Ports[j].Port, endpoints)
 		}
 		for _, family := range families {
 			if addr := internalIP(node, family); b.Weight > 0 && addr.IsValid() && !answers(groups[i], family) {
-				refusal := api.SliceEndpoint{Addr: addr, NodeName: node.Name, Conditions: api.Conditions{Ready: true, Serving: true}}
+				refusal := api.SliceEndpoint{Addr: addr, Details: &api.EndpointDetails{NodeName: node.Name}, Conditions: api.Conditions{Ready: true, Serving: true}}
 				add("refused-"+family.String(), family, closedPort, []api.SliceEndpoint{refusal})
 			}
 		}

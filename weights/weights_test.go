@@ -87,7 +87,7 @@ func TestBackendsBecomeSlicesOfTheService(t *testing.T) {
 		Namespace: "b", Name: "b-1", ServiceName: "b", Family: api.IPv4,
 		Ports: []api.EndpointPort{{Name: "web", Protocol: api.TCP, Port: 8080}, {Name: "dns", Protocol: api.UDP, Port: 5353}},
 		Endpoints: []api.SliceEndpoint{
-			{Addr: netip.MustParseAddr("10.1.0.1"), Hints: hints, Conditions: api.Conditions{Ready: true}},
+			{Addr: netip.MustParseAddr("10.1.0.1"), Details: &api.EndpointDetails{Hints: hints}, Conditions: api.Conditions{Ready: true}},
 		},
 	}
 	key := types.NamespacedName{Namespace: "a", Name: "gateway"}
@@ -98,12 +98,12 @@ func TestBackendsBecomeSlicesOfTheService(t *testing.T) {
 	want := []*api.EndpointSlice{{
 		Namespace: "a", Name: "x:0:b-1", ServiceName: "gateway", Family: api.IPv4,
 		Ports:     []api.EndpointPort{{Name: "x", Protocol: api.UDP, Port: 5353}},
-		Endpoints: []api.SliceEndpoint{{Addr: netip.MustParseAddr("10.1.0.1"), Weight: total, Conditions: api.Conditions{Ready: true}}},
+		Endpoints: []api.SliceEndpoint{{Addr: netip.MustParseAddr("10.1.0.1"), Details: &api.EndpointDetails{}, Weight: total, Conditions: api.Conditions{Ready: true}}},
 	}}
 	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b })); diff != "" {
 		t.Errorf("slices (-want +got):\n%s", diff)
 	}
-	if backend.Endpoints[0].Hints != hints || backend.Endpoints[0].Weight != 0 {
+	if backend.Endpoints[0].Details.Hints != hints || backend.Endpoints[0].Weight != 0 {
 		t.Error("Divide changed the slice of the backend")
 	}
 }

@@ -107,7 +107,7 @@ func companionsSlice(i int, ready bool) *api.EndpointSlice {
 		Namespace: "default", Name: fmt.Sprint("service-", i, "-x7k2p"), ServiceName: fmt.Sprint("service-", i), Family: api.IPv4,
 		Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
 		Endpoints: slices.Repeat([]api.SliceEndpoint{{
-			NodeName: "node-2", Conditions: api.Conditions{Ready: true, Serving: true},
+			Details: &api.EndpointDetails{NodeName: "node-2"}, Conditions: api.Conditions{Ready: true, Serving: true},
 		}}, 10),
 	}
 	for e := range s.Endpoints {

@@ -52,7 +52,9 @@ func imported(prefix string, slice *api.EndpointSlice, own []*api.EndpointSlice,
 	part.Endpoints = slices.Clone(slice.Endpoints)
 	for i := range part.Endpoints {
 		e := &part.Endpoints[i]
-		e.NodeName, e.Hints, e.Drain = "", nil, e.Drain || drain
+		d := e.Details.Value()
+		d.NodeName, d.Hints = "", nil
+		e.Details, e.Drain = &d, e.Drain || drain
 	}
 	return &part
 }

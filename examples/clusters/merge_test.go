@@ -25,7 +25,7 @@ func snapshot(ip string, ready bool, ports ...string) *cluster.Snapshot {
 		slice := &api.EndpointSlice{
 			Namespace: "ns", Name: "web-1", ServiceName: "web", Family: api.IPv4,
 			Endpoints: []api.SliceEndpoint{{
-				Addr: netip.MustParseAddr(ip), NodeName: "n1", Hints: &api.Hints{ForNodes: []string{"n1"}},
+				Addr: netip.MustParseAddr(ip), Details: &api.EndpointDetails{NodeName: "n1", Hints: &api.Hints{ForNodes: []string{"n1"}}},
 				Conditions: api.Conditions{Ready: ready, Serving: ready},
 			}},
 		}

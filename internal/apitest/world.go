@@ -168,10 +168,10 @@ func (w *World) writeSlices(i int, to Writer) {
 }
 
 func (w *World) endpoint(family api.Family, service, n int) api.SliceEndpoint {
+	d := &api.EndpointDetails{NodeName: NodeName(w.r.IntN(w.nodes)), Zone: zoneName(1 + w.r.IntN(3))}
 	e := api.SliceEndpoint{
-		Addr:     netip.AddrFrom4([4]byte{172, 16 + byte(n), byte(service >> 8), byte(service)}),
-		NodeName: NodeName(w.r.IntN(w.nodes)),
-		Zone:     zoneName(1 + w.r.IntN(3)),
+		Addr:    netip.AddrFrom4([4]byte{172, 16 + byte(n), byte(service >> 8), byte(service)}),
+		Details: d,
 		Conditions: [...]api.Conditions{
 			{Ready: true, Serving: true}, {Ready: true, Serving: true}, {Ready: true, Serving: true}, {Serving: true, Terminating: true}, {},
 		}[w.r.IntN(5)],
@@ -180,14 +180,14 @@ func (w *World) endpoint(family api.Family, service, n int) api.SliceEndpoint {
 		e.Addr = netip.AddrFrom16([16]byte{0: 0xfe, 13: byte(n), 14: byte(service >> 8), 15: byte(service)})
 	}
 	if w.r.IntN(2) == 0 {
-		e.Target = &types.NamespacedName{Namespace: "pods", Name: fmt.Sprintf("pod-%d", n)}
+		d.Target = &types.NamespacedName{Namespace: "pods", Name: fmt.Sprintf("pod-%d", n)}
 	}
 	switch w.r.IntN(8) {
 	case 0:
 	case 1:
-		e.Hints = &api.Hints{ForNodes: []string{e.NodeName}, ForZones: []string{e.Zone}}
+		d.Hints = &api.Hints{ForNodes: []string{d.NodeName}, ForZones: []string{d.Zone}}
 	default:
-		e.Hints = &api.Hints{ForZones: []string{e.Zone}}
+		d.Hints = &api.Hints{ForZones: []string{d.Zone}}
 	}
 	return e
 }

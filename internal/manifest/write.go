@@ -232,21 +232,22 @@ func (o *objects) slice(s *api.EndpointSlice) {
 		out.Ports = append(out.Ports, port)
 	}
 	for _, e := range s.Endpoints {
+		d := e.Details.Value()
 		endpoint := discoveryv1.Endpoint{
-			Addresses: []string{e.Addr.String()}, Hostname: unlessEmpty(e.Hostname), NodeName: unlessEmpty(e.NodeName), Zone: unlessEmpty(e.Zone),
+			Addresses: []string{e.Addr.String()}, Hostname: unlessEmpty(d.Hostname), NodeName: unlessEmpty(d.NodeName), Zone: unlessEmpty(d.Zone),
 			Conditions: discoveryv1.EndpointConditions{Ready: &e.Ready, Serving: &e.Serving, Terminating: &e.Terminating},
 		}
-		if e.Hints != nil {
+		if d.Hints != nil {
 			endpoint.Hints = &discoveryv1.EndpointHints{}
-			for _, name := range e.Hints.ForNodes {
+			for _, name := range d.Hints.ForNodes {
 				endpoint.Hints.ForNodes = append(endpoint.Hints.ForNodes, discoveryv1.ForNode{Name: name})
 			}
-			for _, name := range e.Hints.ForZones {
+			for _, name := range d.Hints.ForZones {
 				endpoint.Hints.ForZones = append(endpoint.Hints.ForZones, discoveryv1.ForZone{Name: name})
 			}
 		}
-		if e.Target != nil {
-			endpoint.TargetRef = &corev1.ObjectReference{Kind: "Pod", Namespace: e.Target.Namespace, Name: e.Target.Name}
+		if d.Target != nil {
+			endpoint.TargetRef = &corev1.ObjectReference{Kind: "Pod", Namespace: d.Target.Namespace, Name: d.Target.Name}
 		}
 		out.Endpoints = append(out.Endpoints, endpoint)
 	}

@@ -154,9 +154,11 @@ func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes [
 			TriggerTime: time.Unix(1_700_000_001, 123_000).UTC(),
 			Ports:       []api.EndpointPort{{Name: "a", Protocol: api.TCP, Port: 8080, AppProtocol: "http"}, {Name: "b", Protocol: api.SCTP}},
 			Endpoints: []api.SliceEndpoint{{
-				Addr: addr("fd03::1"), Hostname: "h", NodeName: "n", Zone: "z",
-				Hints:      &api.Hints{ForNodes: []string{"n", "m"}, ForZones: []string{"z", "y"}},
-				Target:     &types.NamespacedName{Namespace: "a", Name: "pod"},
+				Addr: addr("fd03::1"), Details: &api.EndpointDetails{
+					Hostname: "h", NodeName: "n", Zone: "z",
+					Hints:  &api.Hints{ForNodes: []string{"n", "m"}, ForZones: []string{"z", "y"}},
+					Target: &types.NamespacedName{Namespace: "a", Name: "pod"},
+				},
 				Conditions: api.Conditions{Ready: true, Serving: true, Terminating: true}, Weight: 7,
 			}, {Addr: addr("fd03::2"), Weight: 7}},
 		}, {

@@ -122,7 +122,7 @@ func Slices(service *api.Service, endpoints string) []*api.EndpointSlice {
 func parseEndpoint(word string) api.SliceEndpoint {
 	rest, state, _ := strings.Cut(word, "~")
 	addr, node, _ := strings.Cut(rest, "@")
-	e := api.SliceEndpoint{Addr: netip.MustParseAddr(addr), NodeName: node}
+	e := api.SliceEndpoint{Addr: netip.MustParseAddr(addr), Details: &api.EndpointDetails{NodeName: node}}
 	switch state {
 	case "":
 		e.Conditions = api.Conditions{Ready: true, Serving: true}

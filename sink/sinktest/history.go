@@ -450,7 +450,8 @@ func (h *history) slice(tx *cluster.Tx, name string) {
 		}
 		ready := h.random.IntN(4) > 0
 		e := api.SliceEndpoint{
-			Addr: netip.MustParseAddr(prefix + fmt.Sprint(1+i)), NodeName: []string{"here", "there"}[i%2], Zone: []string{"a", "b"}[i%2],
+			Addr:       netip.MustParseAddr(prefix + fmt.Sprint(1+i)),
+			Details:    &api.EndpointDetails{NodeName: []string{"here", "there"}[i%2], Zone: []string{"a", "b"}[i%2]},
 			Conditions: api.Conditions{Ready: ready, Serving: ready || h.random.IntN(2) == 0, Terminating: !ready},
 		}
 		slice.Endpoints = append(slice.Endpoints, e)

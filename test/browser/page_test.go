@@ -57,7 +57,7 @@ func write(tx *cluster.Tx, i, endpoints int) {
 	}
 	for e := range endpoints {
 		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
-			Addr: addr(172, i*16+e), NodeName: fmt.Sprint("worker-", e+1), Conditions: api.Conditions{Ready: true, Serving: true},
+			Addr: addr(172, i*16+e), Details: &api.EndpointDetails{NodeName: fmt.Sprint("worker-", e+1)}, Conditions: api.Conditions{Ready: true, Serving: true},
 		})
 	}
 	tx.SetSlice(slice)

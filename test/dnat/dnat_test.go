@@ -78,7 +78,7 @@ func TestScript(t *testing.T) {
 		}
 		for pod, on := range nodeByPod {
 			slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
-				Addr: netip.MustParseAddr(pod), NodeName: on, Conditions: api.Conditions{Ready: true, Serving: true},
+				Addr: netip.MustParseAddr(pod), Details: &api.EndpointDetails{NodeName: on}, Conditions: api.Conditions{Ready: true, Serving: true},
 			})
 		}
 		state.Update(func(tx *cluster.Tx) {

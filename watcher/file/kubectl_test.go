@@ -53,13 +53,13 @@ func TestKubectlOutputIsRead(t *testing.T) {
 		slices: []*api.EndpointSlice{{
 			Namespace: "prod", Name: "shop-x4k01", ServiceName: "shop", Family: api.IPv4, Ports: ports, TriggerTime: trigger,
 			Endpoints: []api.SliceEndpoint{
-				{Addr: addr("10.244.1.5"), NodeName: "worker-1", Zone: "zone-a", Hints: zoneA, Conditions: ready},
-				{Addr: addr("10.244.2.9"), NodeName: "worker-2", Zone: "zone-b", Hints: zoneB, Conditions: api.Conditions{Serving: true, Terminating: true}},
+				{Addr: addr("10.244.1.5"), Details: &api.EndpointDetails{NodeName: "worker-1", Zone: "zone-a", Hints: zoneA}, Conditions: ready},
+				{Addr: addr("10.244.2.9"), Details: &api.EndpointDetails{NodeName: "worker-2", Zone: "zone-b", Hints: zoneB}, Conditions: api.Conditions{Serving: true, Terminating: true}},
 			},
 		}, {
 			Namespace: "prod", Name: "shop-x4k02", ServiceName: "shop", Family: api.IPv6, Ports: ports, TriggerTime: trigger,
 			Endpoints: []api.SliceEndpoint{
-				{Addr: addr("fd00:10:244:1::5"), NodeName: "worker-1", Zone: "zone-a", Hints: zoneA, Conditions: ready},
+				{Addr: addr("fd00:10:244:1::5"), Details: &api.EndpointDetails{NodeName: "worker-1", Zone: "zone-a", Hints: zoneA}, Conditions: ready},
 			},
 		}},
 		nodes: []*api.Node{{
@@ -97,7 +97,7 @@ func TestKubectlOutputIsRead(t *testing.T) {
 					t.Errorf("labels of slice %s (-want +got):\n%s", slice.Name, diff)
 				}
 				for n, pod := range pods {
-					if diff := cmp.Diff(&types.NamespacedName{Namespace: "prod", Name: pod}, slice.Endpoints[n].Target); diff != "" {
+					if diff := cmp.Diff(&types.NamespacedName{Namespace: "prod", Name: pod}, slice.Endpoints[n].Details.Target); diff != "" {
 						t.Errorf("endpoint %d of slice %s (-want +got):\n%s", n, slice.Name, diff)
 					}
 				}

@@ -46,15 +46,16 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 }
 
 func fromEndpoint(e *api.SliceEndpoint) *SliceEndpoint {
+	d := e.Details.Value()
 	x := &SliceEndpoint{
-		Addr: e.Addr.String(), Hostname: e.Hostname, NodeName: e.NodeName, Zone: e.Zone,
+		Addr: e.Addr.String(), Hostname: d.Hostname, NodeName: d.NodeName, Zone: d.Zone,
 		Conditions: localv1.FromConditions(e.Conditions), Weight: e.Weight,
 	}
-	if e.Hints != nil {
-		x.Hints = &Hints{ForNodes: e.Hints.ForNodes, ForZones: e.Hints.ForZones}
+	if d.Hints != nil {
+		x.Hints = &Hints{ForNodes: d.Hints.ForNodes, ForZones: d.Hints.ForZones}
 	}
-	if e.Target != nil {
-		x.Target = FromKey(*e.Target)
+	if d.Target != nil {
+		x.Target = FromKey(*d.Target)
 	}
 	return x
 }
@@ -90,23 +91,24 @@ func (x *SliceEndpoint) toEndpoint() (api.SliceEndpoint, error) {
 	if err != nil {
 		return api.SliceEndpoint{}, err
 	}
-	e := api.SliceEndpoint{
-		Addr: addr, Hostname: x.GetHostname(), NodeName: x.GetNodeName(), Zone: x.GetZone(),
-		Conditions: x.GetConditions().ToConditions(), Weight: x.GetWeight(),
-	}
+	d := api.EndpointDetails{Hostname: x.GetHostname(), NodeName: x.GetNodeName(), Zone: x.GetZone()}
 	if h := x.GetHints(); h != nil {
-		e.Hints = &api.Hints{ForNodes: h.GetForNodes(), ForZones: h.GetForZones()}
+		d.Hints = &api.Hints{ForNodes: h.GetForNodes(), ForZones: h.GetForZones()}
 	}
-	texts := []string{e.Hostname, e.NodeName, e.Zone, x.GetTarget().GetNamespace(), x.GetTarget().GetName()}
-	if e.Hints != nil {
-		texts = append(append(texts, e.Hints.ForNodes...), e.Hints.ForZones...)
+	texts := []string{d.Hostname, d.NodeName, d.Zone, x.GetTarget().GetNamespace(), x.GetTarget().GetName()}
+	if d.Hints != nil {
+		texts = append(append(texts, d.Hints.ForNodes...), d.Hints.ForZones...)
 	}
 	if err := plain.Check(texts...); err != nil {
 		return api.SliceEndpoint{}, err
 	}
 	if x.GetTarget() != nil {
 		target := x.GetTarget().ToKey()
-		e.Target = &target
+		d.Target = &target
+	}
+	e := api.SliceEndpoint{Addr: addr, Conditions: x.GetConditions().ToConditions(), Weight: x.GetWeight()}
+	if d != (api.EndpointDetails{}) {
+		e.Details = &d
 	}
 	return e, nil
 }

@@ -202,6 +202,12 @@ func (c *claims) outcome(cl claim) outcome { return outcome{cl, c.owner(cl.Claim
 // all claims that other services have won or lost.
 func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed bool) {
 	before, after := claimsOf(old), claimsOf(new)
+	if len(before) == 0 && c.unclaimed(after) { // so for nearly all services of a listing
+		for _, cl := range after {
+			c.insert(claim{cl, new})
+		}
+		return nil, nil, len(after) > 0
+	}
 	sameAge := old != nil && new != nil && old.Created.Equal(new.Created)
 	removed, added := before, after
 	if sameAge {
@@ -228,6 +234,15 @@ func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed 
 		}
 	}
 	return own, others, true
+}
+
+// unclaimed reports whether no service has any of these claims, and no claim is to a whole
+// address.
+func (c *claims) unclaimed(list []ranked) bool {
+	return c.byPrecedence == nil && !slices.ContainsFunc(list, func(cl ranked) bool {
+		_, claimed := c.first(cl.Claim)
+		return claimed || claimsAddress(cl.Claim)
+	})
 }
 
 // without returns the elements of the sorted list a that are not in the sorted list b.

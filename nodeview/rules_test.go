@@ -146,7 +146,7 @@ var rules = []struct {
 		}},
 	}},
 	{"Conflicting claims", []rule{
-		{"If two services claim the same address, protocol", "cluster.claimsOf cluster.claim.precedence", []string{
+		{"If two services claim the same address, protocol", "cluster.claimsOf cluster.packed.precedence", []string{
 			"cluster.TestClaims/a cluster IP wins against the external IP of an older service",
 			"cluster.TestClaims/a cluster IP wins against the load-balancer IP of an older service",
 			"cluster.TestClaims/a load-balancer IP wins against the external IP of an older service",
@@ -156,7 +156,7 @@ var rules = []struct {
 			"cluster.TestClaims/node ports and unspecified addresses do not conflict",
 			"cluster.TestClaims/node ports of different families do not conflict",
 		}},
-		{"With equal ranks, and for node ports, the", "cluster.claim.precedence", []string{
+		{"With equal ranks, and for node ports, the", "cluster.packed.precedence", []string{
 			"cluster.TestClaims/the older service wins",
 			"cluster.TestClaims/among services of the same age, the first name wins",
 			"cluster.TestClaims/node ports conflict even if the addresses differ",

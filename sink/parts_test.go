@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink
+
+import (
+	"fmt"
+	"iter"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/go-logr/logr/funcr"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/updates"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+func named(name string) types.NamespacedName {
+	return types.NamespacedName{Namespace: "default", Name: name}
+}
+
+func TestClaimOwners(t *testing.T) {
+	ip, other := netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("10.96.0.2")
+	http, https := api.Claim{IP: ip, Protocol: api.TCP, Port: 80}, api.Claim{IP: ip, Protocol: api.TCP, Port: 443}
+	whole := api.Claim{IP: ip}
+	c := claimOwners{}
+	c.set(http, named("b"))
+	c.set(https, named("a"))
+	c.set(api.Claim{IP: other, Protocol: api.TCP, Port: 80}, named("c"))
+	check := func(what string, claim api.Claim, key string, want ...string) {
+		t.Helper()
+		var got []string
+		for _, k := range c.conflicting(claim, named(key)) {
+			got = append(got, k.Name)
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: %v conflicts with %q, want %q", what, claim, got, want)
+		}
+	}
+	check("another service has the port", http, "x", "b")
+	check("the service has the port itself", http, "b")
+	check("no service has the port", api.Claim{IP: ip, Protocol: api.UDP, Port: 80}, "x")
+	check("two services have ports of the address", whole, "x", "a", "b")
+	check("one of them is the service itself", whole, "a", "b")
+	c.set(whole, named("b"))
+	check("one service has the port and the whole address", http, "x", "b")
+	check("two services have the port and the whole address", https, "x", "a", "b")
+	c.unset(http, named("a"))
+	if !c.has(http, named("b")) {
+		t.Error("a service has removed the claim of another one")
+	}
+	c.unset(http, named("b"))
+	if c.has(http, named("b")) || !c.has(https, named("a")) || !c.has(whole, named("b")) {
+		t.Errorf("after the removal of %v: %v", http, c)
+	}
+	c.unset(https, named("a"))
+	c.unset(whole, named("b"))
+	if keys := slices.Collect(maps.Keys(c)); !slices.Equal(keys, []netip.Addr{other}) {
+		t.Errorf("addresses %v remain", keys)
+	}
+}
+
+func sized(name string, endpoints int) *api.View {
+	v := &api.View{Service: &api.Service{Namespace: "default", Name: name}}
+	for i := range endpoints {
+		v.Endpoints = append(v.Endpoints, api.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)})})
+	}
+	return v
+}
+
+func TestSizeOfAChange(t *testing.T) {
+	small, big := sized("a", 1), sized("a", 10)
+	for _, c := range []struct {
+		change Change
+		want   int
+	}{
+		{Change{Old: small, New: big}, updates.Size(big)},
+		{Change{Old: big, New: small}, updates.Size(small)},
+		{Change{New: big}, updates.Size(big)},
+		{Change{Old: big}, updates.Size(big)},
+	} {
+		if got := c.change.size(); got != c.want {
+			t.Errorf("size %d, want %d", got, c.want)
+		}
+	}
+}
+
+// TestNextServicesOfAPass has a large service, l, and a service that was delivered before, c.
+func TestNextServicesOfAPass(t *testing.T) {
+	views := []*api.View{sized("a", 1), sized("b", 1), sized("c", 1), sized("l", updates.LargeSize)}
+	u := &updates.Update{After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, updates.View] {
+		return func(yield func(types.NamespacedName, updates.View) bool) {
+			for _, v := range views {
+				if v.Service.Name > key.Name && !yield(v.Key(), updates.ViewOf(v)) {
+					return
+				}
+			}
+		}
+	}}
+	p := &delivery{ahead: map[types.NamespacedName]struct{}{named("c"): {}}, large: map[types.NamespacedName]struct{}{}}
+	check := func(what string, changes []Change, more, wantMore, small, large bool, want string) {
+		t.Helper()
+		var names []string
+		for _, c := range changes {
+			names = append(names, c.Key.Name)
+		}
+		if got := strings.Join(names, " "); got != want || more != wantMore {
+			t.Errorf("%s: %q, more %t; want %q, %t", what, got, more, want, wantMore)
+		}
+		if p.hasNext(u, false) != small || p.hasNext(u, true) != large {
+			t.Errorf("%s: it has small services: %t, any: %t; want %t, %t", what, p.hasNext(u, false), p.hasNext(u, true), small, large)
+		}
+	}
+	first := Change{Key: named("first")}
+	changes, more := p.appendNext(u, 1, 1000, []Change{first})
+	check("one service after another change", changes, more, true, true, true, "first a")
+	changes, more = p.appendNext(u, 9, 1, nil)
+	check("at least one service", changes, more, false, false, true, "b")
+	p.large = map[types.NamespacedName]struct{}{}
+	p.reached = named("c")
+	check("only the large service is left", nil, false, false, false, true, "")
+	p.reached = named("z")
+	check("nothing is left", nil, false, false, false, false, "")
+	p.large[named("l")] = struct{}{}
+	check("the large service waits", nil, false, false, false, true, "")
+}
+
+func TestFailedServicesAreLogged(t *testing.T) {
+	var lines []string
+	log := funcr.New(func(_, args string) { lines = append(lines, args) }, funcr.Options{})
+	failed := Failed{}
+	for i := range maxLogged + 3 {
+		failed.Add(named(fmt.Sprintf("s%02d", i)), fmt.Errorf("error %d", i))
+	}
+	failed[named("s01")] = &panicError{"no memory", []byte("the stack")}
+	logFailed(log, failed)
+	if len(lines) != maxLogged+1 {
+		t.Fatalf("%d lines: %q", len(lines), lines)
+	}
+	for i, want := range map[int]string{0: `"Service failed; retrying"`, 1: `"stack"="the stack"`, maxLogged: `"More services failed" "services"=3`} {
+		if !strings.Contains(lines[i], want) {
+			t.Errorf("line %d is %q, want %q", i, lines[i], want)
+		}
+	}
+	for i, line := range lines[:maxLogged] {
+		if !strings.Contains(line, fmt.Sprintf(`"name"="s%02d"`, i)) || i != 1 && strings.Contains(line, "stack") {
+			t.Errorf("line %d is %q", i, line)
+		}
+	}
+}

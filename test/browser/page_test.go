@@ -78,12 +78,12 @@ func page(t *testing.T) (url string) {
 		state.Update(func(tx *cluster.Tx) { write(tx, 1000*i+7, 9) })
 	}
 	now := time.Now()
-	second := "adding service-endpoints4 10.0.0.42 . tcp . 80 . 7f00:1 : 172.0.2.160 . 8080: the map is full"
+	second := "adding endpoints4 7000:2a0 . tcp . 1 : 172.0.2.160 . 8080: the map is full"
 	if *screenshot == "" {
 		second += markup
 	}
 	failing := []sink.FailingService{
-		{Key: name(17), Err: errors.New("adding service-endpoints4 10.0.0.17 . tcp . 80 . 7f00:3 : 172.0.1.18 . 8080: the map is full"), Failures: 3, NextRetry: now.Add(2 * time.Minute)},
+		{Key: name(17), Err: errors.New("adding endpoints4 7000:110 . tcp . 3 : 172.0.1.18 . 8080: the map is full"), Failures: 3, NextRetry: now.Add(2 * time.Minute)},
 		{Key: name(42), Err: errors.New(second), Failures: 12, NextRetry: now.Add(9 * time.Minute)},
 	}
 	revision := uint64(state.Snapshot().Revision)
@@ -149,7 +149,7 @@ func TestPageInChromium(t *testing.T) {
 	check("", map[string]int{
 		"</tr>": inServices + others + changes, `<b id="injected"`: 0, "<script": 0,
 		`id="problems" class="bad"`: 1, `id="next"`: 1,
-	}, "<title>kpng on node worker-1: problems: 1</title>", "sink nftables fails to program 2 services", "10.0.0.17 . tcp . 80 . 7f00:3 : 172.0.1.18 . 8080: the map is full", `href="?service=monitoring%2Fservice-00042"`)
+	}, "<title>kpng on node worker-1: problems: 1</title>", "sink nftables fails to program 2 services", "7000:110 . tcp . 3 : 172.0.1.18 . 8080: the map is full", `href="?service=monitoring%2Fservice-00042"`)
 	check("?match=service-0001", map[string]int{"</tr>": 10 + 1 + others + changes, `id="next"`: 0}, `value="service-0001"`)
 	check("?service=monitoring/service-00042", map[string]int{`<b id="injected"`: 0}, "<h1>monitoring/service-00042</h1>", "from anywhere   forward to 172.0.2.160:8080")
 

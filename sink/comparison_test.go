@@ -109,12 +109,28 @@ func TestEachFieldOfAFrontendIsCompared(t *testing.T) {
 	}
 }
 
+// TestExistingFlowsAreComparedAgain compares several frontends by one comparison.
+func TestExistingFlowsAreComparedAgain(t *testing.T) {
+	v := comparedView()
+	v.Draining = []api.Endpoint{{Addr: netip.MustParseAddr("10.0.0.3"), Scopes: v.Endpoints[0].Scopes}}
+	x, y, other := frontendOf(t, comparedView()).Existing, frontendOf(t, comparedView()).Existing, frontendOf(t, v).Existing
+	var c comparison
+	for i, step := range []struct {
+		a, b nodeview.Existing
+		same bool
+	}{{x, y, true}, {other, y, false}, {x, y, true}, {x, other, false}, {x, other, false}, {other, other, true}, {nodeview.Existing{}, x, false}} {
+		if same := c.sameExisting(step.a, step.b); same != step.same {
+			t.Errorf("step %d: same %t", i, same)
+		}
+	}
+}
+
 // TestListsAreComparedOnce counts the comparisons of elements. The frontends of a service
 // share their lists, so a service with many ports and endpoints costs their sum.
 func TestListsAreComparedOnce(t *testing.T) {
 	count := 0
 	equal := func(a, b int) bool { count++; return a == b }
-	a, b, c := []int{1, 2, 3}, []int{1, 2, 3}, []int{1, 2, 4}
+	a, b, c, d := []int{1, 2, 3}, []int{1, 2, 3}, []int{1, 2, 4}, []int{1, 2, 4}
 	var last lastCompared[int]
 	for i, step := range []struct {
 		a, b  []int
@@ -123,7 +139,7 @@ func TestListsAreComparedOnce(t *testing.T) {
 	}{
 		{a, b, true, 3}, {a, b, true, 0}, {a, c, false, 3}, {a, c, false, 0},
 		{a[:2], c[:2], true, 2}, {a[:2], c[:2], true, 0}, {b, c, false, 3}, {a, a, true, 0},
-		{nil, nil, true, 0}, {a, nil, false, 0}, {nil, a, false, 0}, {b, c, false, 0},
+		{nil, nil, true, 0}, {a, nil, false, 0}, {nil, a, false, 0}, {b, c, false, 0}, {d, c, true, 3}, {d, b, false, 3},
 	} {
 		count = 0
 		if same := last.equal(step.a, step.b, equal); same != step.same || count != step.count {

@@ -85,15 +85,29 @@ func TestSizeOfAChange(t *testing.T) {
 			t.Errorf("size %d, want %d", got, c.want)
 		}
 	}
+	n := 0
+	for updates.Size(sized("a", n)) < updates.LargeSize {
+		n++
+	}
+	for endpoints, want := range map[int]bool{n: true, n - 1: false} {
+		v := sized("a", endpoints)
+		if isLarge(&Change{New: v}) != want || isLarge(&Change{Old: v, New: small}) != want {
+			t.Errorf("a service of size %d is large: %t", updates.Size(v), !want)
+		}
+	}
 }
 
 // TestNextServicesOfAPass has a large service, l, and a service that was delivered before, c.
 func TestNextServicesOfAPass(t *testing.T) {
-	views := []*api.View{sized("a", 1), sized("b", 1), sized("c", 1), sized("l", updates.LargeSize)}
+	views := []*api.View{sized("a", 1), sized("b", 1), sized("c", 1), sized("d", 1), sized("l", 1)}
 	u := &updates.Update{After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, updates.View] {
 		return func(yield func(types.NamespacedName, updates.View) bool) {
 			for _, v := range views {
-				if v.Service.Name > key.Name && !yield(v.Key(), updates.ViewOf(v)) {
+				next := updates.ViewOf(v)
+				if v.Service.Name == "l" {
+					next.Size = updates.LargeSize
+				}
+				if v.Service.Name > key.Name && !yield(v.Key(), next) {
 					return
 				}
 			}
@@ -117,10 +131,16 @@ func TestNextServicesOfAPass(t *testing.T) {
 	changes, more := p.appendNext(u, 1, 1000, []Change{first})
 	check("one service after another change", changes, more, true, true, true, "first a")
 	changes, more = p.appendNext(u, 9, 1, nil)
-	check("at least one service", changes, more, false, false, true, "b")
+	check("at least one service", changes, more, true, true, true, "b")
+	changes, more = p.appendNext(u, 9, 1000, nil)
+	check("the rest", changes, more, false, false, true, "d")
+	if len(p.ahead) > 0 || len(p.large) != 1 {
+		t.Errorf("ahead: %v, large: %v", p.ahead, p.large)
+	}
 	p.large = map[types.NamespacedName]struct{}{}
-	p.reached = named("c")
 	check("only the large service is left", nil, false, false, false, true, "")
+	p.ahead[named("l")] = struct{}{}
+	check("it has been delivered before", nil, false, false, false, false, "")
 	p.reached = named("z")
 	check("nothing is left", nil, false, false, false, false, "")
 	p.large[named("l")] = struct{}{}

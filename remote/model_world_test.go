@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -32,13 +33,14 @@ type model struct {
 	err     error
 	ctx     context.Context
 	close   context.CancelFunc
-	content map[string]string // the source: versions of a, b and node; c is always the same
+	content map[string]string // the source: versions of services and of the node
 	servers [2]*modelServer
 	all     []*modelServer // also those that have ended
 
 	client  *Client
 	has     *modelToken // the client's token; nil if there is none
 	stream  *modelStream
+	digests *localv1.Digests // for a fault: those of the client's last stream
 	mirror  *mirror
 	relayed *relay
 	parts   *sent // of the relay
@@ -226,20 +228,13 @@ func (s *modelServer) node() *api.Node {
 func (s *modelServer) views() map[string]*api.View {
 	views := map[string]*api.View{}
 	snapshot := s.state.Objects()
-	node := nodeOrName(s.node())
+	node := cmp.Or(s.node(), &api.Node{Name: modelNode})
 	for key, state := range snapshot.States.All() {
 		if view := nodeview.View(snapshot.WithWinners(state), node); view != nil {
 			views[key.Name] = view
 		}
 	}
 	return views
-}
-
-func nodeOrName(node *api.Node) *api.Node {
-	if node == nil {
-		return &api.Node{Name: modelNode}
-	}
-	return node
 }
 
 func (m *model) failf(format string, args ...any) {

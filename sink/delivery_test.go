@@ -678,8 +678,8 @@ func TestWaitSyncedDoesNotWaitForServicesThatFail(t *testing.T) {
 // brokenSource signals changes although nothing changes. If panics is true, Next panics.
 type brokenSource struct {
 	sink.Source
-	calls  int
-	panics bool
+	calls int
+	next  func() (*updates.Update, error) // after the first call; nil: as the Source
 }
 
 func (s *brokenSource) Changed() <-chan struct{} {
@@ -690,17 +690,26 @@ func (s *brokenSource) Changed() <-chan struct{} {
 
 func (s *brokenSource) Next() (*updates.Update, error) {
 	s.calls++
-	if s.panics && s.calls > 1 {
-		panic("oops")
+	if s.next != nil && s.calls > 1 {
+		return s.next()
 	}
 	return s.Source.Next()
 }
 
 func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
-	for _, panics := range []bool{false, true} {
-		t.Run(fmt.Sprint("panics=", panics), func(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		next  func() (*updates.Update, error)
+		error string
+	}{
+		{"the same update again", nil, "get update from source: source signals a change but its update is empty"},
+		{"no update", func() (*updates.Update, error) { return nil, nil }, "get update from source: source signals a change but returns no update"},
+		{"error", func() (*updates.Update, error) { return nil, errBusy }, "get update from source: " + errBusy.Error()},
+		{"panic", func() (*updates.Update, error) { panic("oops") }, "get update from source: panic in source: oops"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				src := &brokenSource{Source: sinktest.NewSource(), panics: panics}
+				src := &brokenSource{Source: sinktest.NewSource(), next: c.next}
 				src.Source.(*sinktest.Source).MarkSynced()
 				ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 				d := sink.NewDriver(src, sinktest.NewRecorder(t, nil), sink.Options{})
@@ -710,6 +719,9 @@ func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
 				synctest.Wait()
 				if src.calls > 50 {
 					t.Errorf("the source was read %d times in ten minutes", src.calls)
+				}
+				if err := fmt.Sprint(d.Status().Err); err != c.error {
+					t.Errorf("error %q, want %q", err, c.error)
 				}
 				cancel()
 				<-ended

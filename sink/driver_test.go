@@ -814,6 +814,27 @@ func TestNodeIsDeliveredWhenTheDataplaneWorksAgain(t *testing.T) {
 	})
 }
 
+func TestStatusListsFailingServicesInOrder(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		var keys []types.NamespacedName
+		for i := range 20 {
+			keys = append(keys, types.NamespacedName{Namespace: "default", Name: fmt.Sprintf("s%02d", i)})
+			w.src.Set(view(keys[i]))
+		}
+		w.script.Add(sinkscript.FailServices(errBusy, keys...))
+		w.src.MarkSynced()
+		synctest.Wait()
+		var got []types.NamespacedName
+		for _, f := range w.driver.Status().Failing {
+			got = append(got, f.Key)
+		}
+		if !slices.Equal(got, keys) {
+			t.Errorf("failing: %v", got)
+		}
+		w.waitApplied()
+	})
+}
+
 func TestStatus(t *testing.T) {
 	run(t, sink.Options{Name: "test", MinInterval: time.Second}, nil, func(w *world) {
 		expect := func(when string, want sink.Status) {

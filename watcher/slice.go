@@ -164,10 +164,11 @@ func (c *Converter) details(e *discoveryv1.Endpoint) *api.EndpointDetails {
 	case d == api.EndpointDetails{}:
 		return nil
 	case d.Hostname != "" || d.Target != nil || d.Hints != nil && len(d.Hints.ForNodes)+len(d.Hints.ForZones) > 2:
-		d.NodeName, d.Zone = c.ofSlices.string(d.NodeName), c.ofSlices.string(d.Zone)
-		return &d // hardly any other endpoint has the same
+		own := d // hardly any other endpoint has the same
+		own.NodeName, own.Zone = c.ofSlices.string(d.NodeName), c.ofSlices.string(d.Zone)
+		return &own
 	default:
-		return sharedValue(&c.ofSlices.details, d, func() *api.EndpointDetails { return &d })
+		return sharedValue(&c.ofSlices.details, d, func() *api.EndpointDetails { own := d; return &own })
 	}
 }
 

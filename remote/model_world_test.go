@@ -288,7 +288,7 @@ func (m *model) play(action string) bool {
 		m.mirror = &mirror{state: m.servers[relayer].state}
 		return true
 	case "wait":
-		time.Sleep(11 * time.Minute)
+		<-time.After(11 * time.Minute) // in a bubble of synctest
 		for _, s := range m.servers {
 			s.server.beginnings.forget()
 			s.waited = true

@@ -42,8 +42,9 @@ type Driver struct {
 	failedSyncs int
 	// verifyFailure is the error of the last Verify, or empty. Equal errors are logged once.
 	verifyFailure string
-	wasAlone      bool // the last Sync delivered one isolated service
-	largeWaited   bool // the last Sync let other services go before a large one
+	preparing     <-chan struct{} // closed when the next pass is prepared, see Preparer; may be nil
+	wasAlone      bool            // the last Sync delivered one isolated service
+	largeWaited   bool            // the last Sync let other services go before a large one
 
 	// The goroutine of Run writes the fields below with mu held and reads them without mu.
 	// All other goroutines hold mu for both.
@@ -74,7 +75,7 @@ func NewDriver(src Source, s Sink, opts Options) *Driver {
 	d := &Driver{
 		src:            src,
 		sink:           s,
-		opts:           opts.withDefaults(),
+		opts:           opts.withDefaults(s),
 		backoff:        defaultBackoff,
 		verifyInterval: time.Minute,
 		kick:           make(chan struct{}, 1),
@@ -185,7 +186,8 @@ func (d *Driver) stopTimeout(ctx context.Context) time.Duration {
 
 // StartOver requests a new pass. Call it when the dataplane has lost its state. It
 // returns immediately; [Driver.WaitSynced] then waits for this pass. The pass begins when
-// no Sync runs. It waits neither for a backoff nor for Options.MinInterval.
+// no Sync runs and the sink is prepared, see [Preparer]. It waits neither for a backoff nor
+// for Options.MinInterval.
 //
 // If a pass is in progress, it continues, and the new pass begins after its end. So every
 // pass ends, however often StartOver is called. Passes begin at least 100 ms apart. A
@@ -209,7 +211,7 @@ func (d *Driver) wait(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		d.handleStartOver()
+		d.handleStartOver(ctx)
 		now := time.Now()
 		changed := d.src.Changed()
 		queued := isClosed(changed)
@@ -236,7 +238,7 @@ func (d *Driver) wait(ctx context.Context) error {
 		case retry:
 			wake = later(retryAt, d.notBefore)
 		}
-		if !due && !d.verifyAt.IsZero() {
+		if !due && !d.verifyAt.IsZero() && d.preparing == nil {
 			if !d.verifyAt.After(now) {
 				d.verify(ctx, wake, changed)
 				continue
@@ -259,19 +261,36 @@ func (d *Driver) requestPass() {
 	d.passes = max(d.passes, next)
 }
 
-// handleStartOver ends the wait for a backoff if StartOver was called, and begins a pass
-// unless one is in progress.
-func (d *Driver) handleStartOver() {
+// handleStartOver ends the wait for a backoff if StartOver was called. It begins a pass if
+// one is needed, none is in progress, and the sink is prepared.
+func (d *Driver) handleStartOver(ctx context.Context) {
+	d.mu.Lock()
+	// Before the first pass, the source has not synced. Its first update begins that pass.
+	needed := d.pass == nil && d.status.Passes > 0 && !d.isSynced()
+	d.mu.Unlock()
+	begin := needed && d.prepare(ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	// Before the first pass, the source has not synced. Its first update begins that pass.
-	begin := d.pass == nil && d.status.Passes > 0 && !d.isSynced()
 	if begin || d.hurry {
 		d.hurry, d.notBefore, d.status.NextAttempt = false, d.passAt, time.Time{}
 	}
 	if begin {
 		d.begin()
 	}
+}
+
+// prepare reports whether the sink is prepared for a pass. The first call for a pass begins
+// the preparation.
+func (d *Driver) prepare(ctx context.Context) bool {
+	p, ok := As[Preparer](d.sink)
+	if ok && d.preparing == nil {
+		err := d.call(ctx, "PreparePass", func(ctx context.Context) error {
+			d.preparing = p.PreparePass(ctx)
+			return nil
+		})
+		ok = err == nil
+	}
+	return !ok || isClosed(d.preparing)
 }
 
 // isSynced reports whether a pass is complete and no newer pass is needed. The caller
@@ -286,7 +305,7 @@ func (d *Driver) isDone() bool {
 }
 
 // sleep waits until the time wake, unless wake is zero. It returns earlier if changed is
-// closed, if StartOver is called or if ctx ends.
+// closed, if StartOver is called, if the sink is prepared for a pass, or if ctx ends.
 func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	var alarm <-chan time.Time
 	if !wake.IsZero() {
@@ -299,6 +318,7 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	case <-changed:
 	case <-alarm:
 	case <-d.kick:
+	case <-d.preparing:
 	}
 }
 
@@ -332,7 +352,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	switch {
 	case errors.Is(err, ErrStartOver):
 		log.Info("Verify requested a new pass", "reason", err)
-		d.update(d.begin)
+		d.update(d.requestPass)
 	case cutShort:
 		d.verifyAt = end.Add(d.verifyInterval / 4)
 		return

@@ -21,7 +21,8 @@ type Options struct {
 	// Sync. The size of a service is one, and its frontends, endpoints of ports, and source
 	// ranges (see cluster.Options.MaxElements). The limit does not apply to new changes of
 	// the source. Default 10,000. Services of size 4096 or more are large, and are delivered
-	// alone.
+	// alone. A sink
+	// that needs another default has the method BatchSize() int.
 	BatchSize int
 
 	// If Once is true, Run returns nil as soon as a pass is complete and all services are
@@ -69,7 +70,10 @@ type SyncResult struct {
 	Failing int
 }
 
-func (o Options) withDefaults() Options {
+func (o Options) withDefaults(s Sink) Options {
+	if sized, ok := As[interface{ BatchSize() int }](s); ok && o.BatchSize == 0 {
+		o.BatchSize = sized.BatchSize()
+	}
 	o.BatchSize = cmp.Or(o.BatchSize, 10_000)
 	o.Observer = o.Observer.withDefaults()
 	return o

@@ -79,6 +79,18 @@ type Verifier interface {
 	Verify(ctx context.Context) error
 }
 
+// Preparer is for sinks that read their dataplane before a pass. PreparePass begins to read it
+// beside the calls of Sync, and returns a channel that the sink closes when it is ready, or
+// when it cannot read. Until then, the driver continues to deliver changes. Then the pass
+// begins.
+//
+// The driver does not call PreparePass before the first pass, nor if a pass must begin
+// immediately: after a Sync with [ErrStartOver], and when the source has lost changes. It may
+// begin a pass before the channel is closed.
+type Preparer interface {
+	PreparePass(ctx context.Context) (ready <-chan struct{})
+}
+
 // Changes is the data that the driver passes to one call of Sync.
 //
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],

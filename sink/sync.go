@@ -631,6 +631,7 @@ func (d *Driver) begin() {
 	if d.pass != nil {
 		before = d.pass.failedBefore
 	}
+	d.preparing = nil
 	d.notBefore = later(d.notBefore, d.passAt)
 	d.pass = &delivery{
 		ahead: map[types.NamespacedName]struct{}{}, large: map[types.NamespacedName]struct{}{}, failedBefore: before,

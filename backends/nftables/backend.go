@@ -42,6 +42,7 @@ var (
 	_ backends.Inspector = (*backend)(nil)
 	_ backends.Capable   = (*backend)(nil)
 	_ backends.Counter   = (*backend)(nil)
+	_ sink.Preparer      = (*backend)(nil)
 )
 
 // New returns a dataplane, which is also a [backends.Inspector] and a [backends.Counter]. New
@@ -64,6 +65,12 @@ func newBackend(opts Options) (*backend, error) {
 	opts.Observer = backendoptions.Observe(opts.Observer)
 	b := &backend{opts: opts}
 	b.table = newTable(&b.opts)
+	b.table.beside = b.tasks.Go
+	b.table.unlocked = func(f func()) {
+		b.mu.Unlock()
+		defer b.mu.Lock()
+		f()
+	}
 	return b, nil
 }
 
@@ -224,6 +231,30 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	nodePortAddrs, _ := b.tasks.Addresses.Addresses()
 	return b.table.sync(ctx, c, nodePortAddrs)
 }
+
+// PreparePass implements [sink.Preparer]. It reads the table beside the calls of Sync.
+func (b *backend) PreparePass(ctx context.Context) <-chan struct{} {
+	ready := make(chan struct{})
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	read := b.table.preparePass(ctx)
+	if read == nil {
+		close(ready)
+		return ready
+	}
+	b.tasks.Go(func(ctx context.Context) {
+		defer close(ready)
+		p, err := read(ctx)
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.table.prepared(ctx, p, err)
+	})
+	return ready
+}
+
+// BatchSize limits the size of a batch of a pass, because a change waits for the batch before
+// it. See [sink.Options].
+func (b *backend) BatchSize() int { return 2_000 }
 
 // Verify implements [sink.Verifier]. It looks for changes that other programs made to the
 // table. If it finds any, its error wraps [sink.ErrStartOver], so that a new pass repairs

@@ -144,7 +144,7 @@ func (ps *pass) forgetClaimed() {
 		}
 		rest := newSnapshot(m)
 		for i := range s.records {
-			if c := s.claims[i]; c != claimed {
+			if c := s.claims[i]; c < claimed {
 				rest.add(ptr(s.element(i)))
 				rest.claims[len(rest.claims)-1] = c
 			}

@@ -48,7 +48,7 @@ func testHistories(t *testing.T, limit int) {
 				b.mu.Lock()
 				defer b.mu.Unlock()
 				for _, family := range nft.Families {
-					s, err := readSnapshot(tb.Context(), b.table.conn, mapID{kind: kindNodePortAddresses, family: family})
+					s, err := readSnapshot(tb.Context(), b.table.conn, mapID{kind: kindNodePortAddresses, family: family}, nil)
 					if err != nil {
 						tb.Fatal(err)
 					}
@@ -96,7 +96,7 @@ func drifts(tb testing.TB, c *conn, random *rand.Rand) {
 	for range 1 + random.IntN(3) {
 		all := allMaps()
 		m := all[random.IntN(len(all))]
-		s, err := readSnapshot(tb.Context(), c, m)
+		s, err := readSnapshot(tb.Context(), c, m, nil)
 		if err != nil {
 			tb.Fatal(err)
 		}

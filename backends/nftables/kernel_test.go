@@ -39,7 +39,7 @@ func tableContents(t testing.TB, b *backend) []string {
 		if m.kind >= kindNodePortAddresses {
 			continue
 		}
-		s, err := readSnapshot(t.Context(), b.table.conn, m)
+		s, err := readSnapshot(t.Context(), b.table.conn, m, nil)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math/rand/v2"
@@ -98,9 +99,8 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 	if tables[other].Exists {
 		t.replaced = names[other]
 	}
-	t.clientSeed = 0
 	if tables[now].fits() {
-		t.clientSeed = tables[now].clientSeed // so that clients keep their groups
+		t.clientSeed = cmp.Or(tables[now].clientSeed, t.clientSeed) // so that clients keep their groups
 	}
 	for t.clientSeed == 0 {
 		t.clientSeed = rand.Uint32()

@@ -7,7 +7,6 @@ package nftables
 import (
 	"context"
 	"fmt"
-	"iter"
 	"maps"
 	"net/netip"
 	"slices"
@@ -37,35 +36,45 @@ type pass struct {
 	// foreignCommits is the number that conn.foreignCommits returned before the table was
 	// read.
 	foreignCommits int64
+	// numbers has the numbers of the lists in the table.
+	numbers   *numbers
+	maxDumped int
+	dumpAll   bool
+	// base is the state of the table when the read began, or nil if it was unknown. Its journal
+	// has the changes since then.
+	base    *state
+	journal *journal
 }
 
 // beginPass loads the skeleton and reads the table. If Start did both, and no other
-// program has changed any table since then, beginPass does neither.
+// program has changed any table since then, beginPass does neither. It does neither after
+// preparePass: if other programs have changed the table since then, Verify finds that.
 func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
-	p := t.ahead
+	p, base := t.ahead, t.state
 	t.state, t.pass, t.ahead = nil, nil, nil
 	foreignCommits, err := t.conn.foreignCommits(ctx)
 	if err != nil {
 		return err
 	}
-	if p == nil || p.foreignCommits != foreignCommits {
+	if p == nil || p.base != base || base == nil && p.foreignCommits != foreignCommits {
 		if foreignCommits, err = t.loadSkeleton(ctx); err != nil {
 			return err
 		}
-		if p, err = t.read(ctx, foreignCommits); err != nil {
+		p = t.newPass(foreignCommits)
+		if err := p.read(ctx, t.conn); err != nil {
 			return err
 		}
 	}
+	p.replay()
+	p.state.slotChainsMade()
+	p.state.sourceChainsMade(p.state.ranges.Chains())
 	if err := t.deleteForeign(ctx, p); err != nil {
 		return err
 	}
 	t.sources = sourcelists.New(nodeAddrs)
 	p.findSources(t.sources)
-	t.services, t.hashSlots, t.numbers = map[types.NamespacedName][]list{}, 0, newNumbers()
-	for l := range p.lists() {
-		t.numbers.found(l)
-	}
-	t.pass, t.state = p, p.state
+	t.services, t.hashSlots, t.numbers = map[types.NamespacedName][]list{}, 0, p.numbers
+	t.pass, t.state, t.dumpAll = p, p.state, false
 	t.drift.reset(p.foreignCommits)
 	t.leftovers.Exist = false
 	return t.repairChains(ctx)
@@ -78,8 +87,10 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	if t.state != nil {
 		return // the first pass has already begun
 	}
-	var err error
-	if t.ahead, err = t.read(ctx, foreignCommits); err != nil {
+	p := t.newPass(foreignCommits)
+	if err := p.read(ctx, t.conn); err == nil {
+		t.ahead = p
+	} else {
 		klog.FromContext(ctx).V(2).Info("Cannot read the table ahead of the first pass", "table", t.conn.Table, "reason", err)
 	}
 }
@@ -89,64 +100,66 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 // message at the first element.
 const maxDumped = 20_000
 
-// The method read reads all maps, except those of endpoints if there are many.
-func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
-	p := &pass{
+func (t *table) newPass(foreignCommits int64) *pass {
+	return &pass{
 		snapshots:      map[mapID]*snapshot{},
 		state:          newState(t.clientSeed),
 		foreignCommits: foreignCommits,
+		numbers:        newNumbers(),
+		maxDumped:      t.maxDumped,
+		dumpAll:        t.dumpAll,
 	}
-	endpoints := 0
-	for _, m := range allMaps() {
-		if p.onDemand = endpoints > t.maxDumped && !t.dumpAll; p.onDemand && m.readOnDemand() {
-			p.snapshots[m] = newSnapshot(m)
-			continue
-		}
-		s, err := readSnapshot(ctx, t.conn, m)
-		if err != nil {
-			return nil, err
-		}
-		p.snapshots[m] = s
-		for e := range s.all() {
-			if m.kind == kindClasses {
-				c, _ := classOfElement(&e.elementID, &e.value)
-				p.state.classesMade([]class{c})
-				continue
-			}
-			if c, ok := classOfElement(&e.elementID, &e.value); ok {
-				endpoints += 1 << c.size
-			}
-			p.state.count(&e.elementID, &e.value, 1)
-			if m.shared() {
-				p.state.wanted[e.sharedID()] = holdCount
-			}
-		}
-	}
-	t.dumpAll = false
-	p.state.slotChainsMade()
-	p.state.sourceChainsMade(p.state.ranges.Chains())
-	return p, nil
 }
 
-// lists yields the numbers of the lists in the table, some of them several times.
-func (ps *pass) lists() iter.Seq[listNumber] {
-	return func(yield func(listNumber) bool) {
-		for m, s := range ps.snapshots {
-			for e := range s.all() {
-				l := listNumber{m.family, 0}
-				switch m.kind {
-				case kindLists:
-					l.number = e.elementID.number()
-				case kindFrontends:
-					l.number = e.value.number() &^ handlingMask
-				default:
-					continue
-				}
-				if rangeOf(isNumbered(l.number)).contains(l.number) && !yield(l) {
-					return
-				}
-			}
+// The method read reads all maps, except those of endpoints if there are many.
+func (ps *pass) read(ctx context.Context, c *conn) error {
+	endpoints := 0
+	for _, m := range allMaps() {
+		if ps.onDemand = endpoints > ps.maxDumped && !ps.dumpAll; ps.onDemand && m.readOnDemand() {
+			ps.snapshots[m] = newSnapshot(m)
+			continue
 		}
+		s, err := readSnapshot(ctx, c, m, ps.journal)
+		if err != nil {
+			return err
+		}
+		ps.snapshots[m] = s
+		for e := range s.all() {
+			if c, ok := classOfElement(&e.elementID, &e.value); ok && m.kind == kindLists {
+				endpoints += 1 << c.size
+			}
+			ps.account(&e, 1)
+		}
+	}
+	return nil
+}
+
+// account records that the table has the element e if n is 1, and that it no longer has it
+// if n is -1.
+func (ps *pass) account(e *element, n int) {
+	l := listNumber{e.m.family, 0}
+	switch e.m.kind {
+	case kindClasses:
+		c, _ := classOfElement(&e.elementID, &e.value)
+		if n > 0 {
+			ps.state.classesMade([]class{c})
+		} else {
+			ps.state.classesDeleted([]class{c})
+		}
+		return
+	case kindLists:
+		l.number = e.elementID.number()
+	case kindFrontends:
+		l.number = e.value.number() &^ handlingMask
+	}
+	ps.state.count(&e.elementID, &e.value, n)
+	switch {
+	case n < 0 && e.m.shared():
+		delete(ps.state.wanted, e.sharedID())
+	case n > 0 && e.m.shared():
+		ps.state.wanted[e.sharedID()] = holdCount
+	case n > 0 && rangeOf(isNumbered(l.number)).contains(l.number):
+		ps.numbers.found(l)
 	}
 }
 

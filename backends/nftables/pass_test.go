@@ -396,7 +396,7 @@ func TestDriftOfALargeTable(t *testing.T) {
 					}
 					other := newConn(ns.FD, b.table.conn.Table)
 					defer other.Close()
-					s, err := readSnapshot(t.Context(), other, mapID{kind: kind, family: api.IPv4})
+					s, err := readSnapshot(t.Context(), other, mapID{kind: kind, family: api.IPv4}, nil)
 					if err != nil {
 						t.Fatal(err)
 					}

@@ -41,6 +41,8 @@ const (
 	givenBack
 	// claimed means that a service or keepOfFailed has claimed the element.
 	claimed
+	// removed means that the table no longer has the element.
+	removed
 )
 
 func newSnapshot(m mapID) *snapshot {
@@ -49,11 +51,13 @@ func newSnapshot(m mapID) *snapshot {
 
 // readSnapshot reads a map. The kernel sends the elements in several messages. If it
 // resizes the hash table between two messages, it sends some elements twice and omits as
-// many others. So readSnapshot repeats a dump that has duplicates.
-func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
+// many others. So readSnapshot repeats a dump that has duplicates, and one during which
+// elements were removed. The journal j may be nil.
+func readSnapshot(ctx context.Context, c *conn, m mapID, j *journal) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
+		before := len(j.since(0))
 		s, err := dumpSnapshot(ctx, c, m)
-		if err != nil || len(s.index) == len(s.records) || attempt == maxDumpRetries {
+		if err != nil || len(s.index) == len(s.records) && !lost(j.since(before), m) || attempt == maxDumpRetries {
 			return s, err
 		}
 		if err := waitForResize(ctx, attempt); err != nil {
@@ -116,6 +120,17 @@ func (s *snapshot) add(e *element) {
 	s.claims = append(s.claims, unclaimed)
 }
 
+// remove removes the element with this ID, and returns it. If there is none, ok is false.
+func (s *snapshot) remove(id *elementID) (e element, ok bool) {
+	i, ok := s.lookup(id)
+	if !ok {
+		return e, false
+	}
+	delete(s.index, string(id.key[:s.m.keyLen()]))
+	s.claims[i] = removed
+	return s.element(i), true
+}
+
 // lookup returns the number of the element's record. If there is no such record, ok is
 // false.
 func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
@@ -175,7 +190,7 @@ func (s *snapshot) element(i int) element {
 
 // upTo yields the elements whose claim is not greater than limit. The limit unclaimed
 // yields only unclaimed elements. The limit givenBack also yields elements that failed
-// services needed. The limit claimed yields all elements.
+// services needed. The limit claimed yields all elements that the table has.
 func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		for i := range s.claims {

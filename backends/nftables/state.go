@@ -35,6 +35,8 @@ type state struct {
 	// they stay, because services later in the pass may need them.
 	wanted map[sharedID]int32
 	most   shrink.Size // of wanted
+	// journals record the changes of elements.
+	journals []*journal
 }
 
 // holdCount is larger than any number of services. While the use count of an element in
@@ -79,6 +81,9 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 // count records that the kernel has an element if n is 1, and that the kernel no longer
 // has it if n is -1.
 func (s *state) count(id *elementID, v *value, n int) {
+	for _, j := range s.journals {
+		j.add(id, v, n > 0)
+	}
 	d := s.digests[id.m]
 	s.digests[id.m] = digest{d.n + n, d.sum + uint64(n)*s.hash(id, v)}
 	if id.m.kind == kindLists {

@@ -62,7 +62,7 @@ type table struct {
 	// repeated is true if services failed in a pass that would have replaced a table. The
 	// next pass replaces the table even if services fail again.
 	repeated bool
-	// ahead is the pass that readAhead has prepared for the first Sync, or nil.
+	// ahead is the next pass, if its table has been read, or nil.
 	ahead *pass
 	// pass is the current pass, or nil if there is none.
 	pass *pass
@@ -74,6 +74,10 @@ type table struct {
 	drift     drift
 	leftovers kernelnode.Leftovers
 	now       func() time.Time
+	// beside starts a goroutine that ends when the backend stops.
+	beside func(func(context.Context))
+	// unlocked calls a function without the lock of the table.
+	unlocked func(func())
 }
 
 func newTable(opts *Options) *table {
@@ -191,7 +195,7 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 	p := newPatch()
 	p.beginPart(types.NamespacedName{})
 	for _, family := range nft.Families {
-		s, err := readSnapshot(ctx, t.conn, mapID{kind: kindNodePortAddresses, family: family})
+		s, err := readSnapshot(ctx, t.conn, mapID{kind: kindNodePortAddresses, family: family}, nil)
 		if err != nil {
 			return err
 		}

@@ -100,7 +100,7 @@ func (t *table) newNumbersOf(ctx context.Context, old *conn, l listing, family a
 	endpoints := map[uint32]map[record]uint32{} // list → endpoint → number
 	numbers := map[uint32][]uint32{}
 	for _, s := range allMatches {
-		frontends, err := readSnapshot(ctx, t.conn, mapID{kindFrontends, s, family})
+		frontends, err := readSnapshot(ctx, t.conn, mapID{kindFrontends, s, family}, nil)
 		if err != nil {
 			return nil, err
 		}

@@ -41,31 +41,25 @@ type drift struct {
 	startCommits int64
 	// elapsed is the time spent on the current comparison so far.
 	elapsed time.Duration
-	// interruptedChecks counts the consecutive Verify calls whose contexts ended in the
-	// check, and interruptedSteps those in the current step of the comparison.
-	interruptedChecks, interruptedSteps int
+	// comparison is the comparison of the map nextMap, if it has begun.
+	comparison *mapComparison
 	// compareAt is the earliest time of the next comparison. After a drift was found, Verify
 	// only checks that the table has rules until verifyAt.
 	compareAt, verifyAt time.Time
 	pause               kernelnode.DriftPause
 }
 
-const (
-	// The driver may interrupt at most maxInterrupted consecutive Verify calls in the same
-	// step of the comparison. After that, a Verify ignores its context. So a large map is
-	// compared even if the driver constantly interrupts Verify.
-	maxInterrupted = 2
-	// A step of the comparison ends after the map or list with which it has compared
-	// stepElements elements or more. Most maps are small, so a comparison needs only a few
-	// steps.
-	stepElements = 2_000
-)
+// stepElements is the number of elements of lists that a Verify compares before it checks
+// whether changes wait.
+const stepElements = 500
 
 // reset records that a pass has read the table. The argument foreignCommits is the number
 // that conn.foreignCommits returned before the table was read.
 func (d *drift) reset(foreignCommits int64) {
-	d.checkedCommits, d.comparedCommits, d.nextMap, d.services = foreignCommits, foreignCommits, 0, nil
-	d.interruptedChecks, d.interruptedSteps = 0, 0
+	if c := d.comparison; c != nil {
+		c.state.endJournal(c.journal)
+	}
+	d.checkedCommits, d.comparedCommits, d.nextMap, d.services, d.comparison = foreignCommits, foreignCommits, 0, nil, nil
 }
 
 // recordDrift records that another program has changed the table.
@@ -100,7 +94,6 @@ func (t *table) verify(ctx context.Context) error {
 	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
 		t.drift.recordDrift(t)
 		t.drift.verifyAt = t.drift.pause.Found(now)
-		t.state = nil
 		return fmt.Errorf("another program changed table inet %s: %w (%w)", t.conn.Table, err, sink.ErrStartOver)
 	default:
 		return fmt.Errorf("verify table inet %s: %w", t.conn.Table, err)
@@ -125,7 +118,7 @@ func (t *table) findDrift(ctx context.Context, now time.Time) error {
 		return err
 	}
 	if foreignCommits != d.checkedCommits {
-		if err := step(ctx, &d.interruptedChecks, t.check); err != nil {
+		if err := t.check(context.WithoutCancel(ctx)); err != nil {
 			return err
 		}
 		d.checkedCommits = foreignCommits
@@ -137,24 +130,6 @@ func (t *table) findDrift(ctx context.Context, now time.Time) error {
 		d.startCommits, d.elapsed = foreignCommits, 0
 	}
 	return t.compare(ctx)
-}
-
-// step calls f, which reads a part of the table. It counts in interrupted how often ctx has
-// ended in this step. If ctx has ended too often, f gets a context that does not end.
-func step(ctx context.Context, interrupted *int, f func(context.Context) error) error {
-	if *interrupted >= maxInterrupted {
-		ctx = context.WithoutCancel(ctx)
-	}
-	err := context.Cause(ctx)
-	if err == nil {
-		err = f(ctx)
-	}
-	if err != nil {
-		*interrupted++
-		return err
-	}
-	*interrupted = 0
-	return nil
 }
 
 // check compares the chains with the expected chains, and the number of elements in each
@@ -199,25 +174,19 @@ func (t *table) check(ctx context.Context) error {
 }
 
 // compare compares the elements of all maps with their expected digests. If ctx ends, the
-// next call continues with the map at which this call stopped.
+// next call continues. Each call makes some progress.
 func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
 	defer func() { d.elapsed += t.now().Sub(begin) }()
 	for all := allMaps(); d.nextMap < len(all); {
-		err := step(ctx, &d.interruptedSteps, func(ctx context.Context) error {
-			for n := 0; n < stepElements && d.nextMap < len(all); {
-				m := all[d.nextMap]
-				if m.belongsToList() && (d.services != nil || t.isLarge()) {
-					return t.compareLists(ctx)
-				}
-				if err := t.compareMap(ctx, m); err != nil {
-					return err
-				}
-				n += t.state.digests[m].n
-				d.nextMap++
+		m, err := all[d.nextMap], error(nil)
+		if m.belongsToList() && (d.services != nil || t.isLarge()) {
+			if err = t.compareLists(context.WithoutCancel(ctx)); err == nil {
+				err = context.Cause(ctx)
 			}
-			return nil
-		})
+		} else if err = t.compareMap(ctx, m); err == nil {
+			d.nextMap++
+		}
 		if err != nil {
 			return err
 		}
@@ -226,29 +195,6 @@ func (t *table) compare(ctx context.Context) error {
 	d.compareAt = t.now().Add(kernelnode.PauseFactor * (d.elapsed + t.now().Sub(begin)))
 	t.opts.Observer.Drifted(false)
 	return nil
-}
-
-func (t *table) compareMap(ctx context.Context, m mapID) error {
-	want := t.state.digests[m]
-	for attempt := 0; ; attempt++ {
-		var is digest
-		err := t.conn.dump(ctx, m, func(e element, foreign []byte) {
-			is.n++
-			if foreign == nil {
-				is.sum += t.state.hash(&e.elementID, &e.value)
-			}
-		})
-		if err != nil || is == want {
-			return err
-		}
-		// Even a dump that races with a resize has the right number of elements.
-		if is.n != want.n || attempt == maxDumpRetries {
-			return kernelnode.Differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
-		}
-		if err := waitForResize(ctx, attempt); err != nil {
-			return err
-		}
-	}
 }
 
 // isLarge reports whether the maps of lists are too large to be dumped.

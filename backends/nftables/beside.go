@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"k8s.io/klog/v2"
+)
+
+// A large table takes long to read. So a pass and a comparison read it beside the writing:
+// with a connection of their own, and without the lock that a Sync needs. A journal records
+// what Syncs write meanwhile.
+
+// journal records each change of the state's elements since a read began.
+type journal struct {
+	mu      sync.Mutex
+	changes []journalChange
+}
+
+// journalChange says that the kernel has an element since then, or no longer has it.
+type journalChange struct {
+	element
+	exists bool
+}
+
+// newJournal returns a journal of s. It ends with s, or with endJournal.
+func (s *state) newJournal() *journal {
+	j := &journal{}
+	s.journals = append(s.journals, j)
+	return j
+}
+
+func (s *state) endJournal(j *journal) {
+	s.journals = slices.DeleteFunc(s.journals, func(o *journal) bool { return o == j })
+}
+
+func (j *journal) add(id *elementID, v *value, exists bool) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.changes = append(j.changes, journalChange{element{*id, *v}, exists})
+}
+
+// since returns the changes after the first n. A nil journal has none.
+func (j *journal) since(n int) []journalChange {
+	if j == nil {
+		return nil
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.changes[n:]
+}
+
+// lost reports whether a dump of the map m may lack elements because of the changes. When an
+// element is removed that the kernel has already sent, it skips another one.
+func lost(changes []journalChange, m mapID) bool {
+	return slices.ContainsFunc(changes, func(c journalChange) bool { return c.m == m && !c.exists })
+}
+
+// preparePass loads the skeleton, and returns a function that reads the table and may be
+// called without the lock. It returns nil if the next pass must begin immediately.
+func (t *table) preparePass(ctx context.Context) (read func(context.Context) (*pass, error)) {
+	if t.state == nil {
+		return nil
+	}
+	name, seed := t.conn.Table, t.clientSeed
+	l, err := t.conn.Find(ctx)
+	foreignCommits := int64(0)
+	if err == nil && l.Exists {
+		foreignCommits, err = t.loadSkeleton(ctx)
+	}
+	if err != nil || !l.Exists || t.conn.Table != name || t.clientSeed != seed || t.replaced != "" {
+		t.state = nil
+		return nil
+	}
+	p := t.newPass(foreignCommits)
+	p.base, p.journal = t.state, t.state.newJournal()
+	c := newConn(t.opts.NetNS, name)
+	return func(ctx context.Context) (*pass, error) {
+		defer c.Close()
+		return p, p.read(ctx, c)
+	}
+}
+
+// prepared keeps the pass p, which has been read, for the next Sync that begins a pass.
+func (t *table) prepared(ctx context.Context, p *pass, err error) {
+	switch {
+	case err != nil:
+		p.base.endJournal(p.journal)
+		klog.FromContext(ctx).V(2).Info("Cannot read the table before a pass", "table", t.conn.Table, "reason", err)
+	case p.base == t.state:
+		t.ahead = p
+	}
+}
+
+// replay changes ps to what the table has after the changes of the journal.
+func (ps *pass) replay() {
+	for _, c := range ps.journal.since(0) {
+		if ps.onDemand && c.m.readOnDemand() {
+			continue // it is read later
+		}
+		s := ps.snapshots[c.m]
+		if old, ok := s.remove(&c.elementID); ok {
+			ps.account(&old, -1)
+		}
+		if c.exists {
+			s.add(&c.element)
+			ps.account(&c.element, 1)
+		}
+	}
+}
+
+// mapComparison is a comparison of one map with its expected digest.
+type mapComparison struct {
+	m       mapID
+	attempt int
+	state   *state
+	journal *journal
+	done    chan struct{} // closed when the map has been read
+	// hashes has the hash of the ID, and that of the whole, of each element.
+	hashes  [][2]uint64
+	foreign int
+	err     error
+}
+
+func (t *table) newMapComparison(m mapID, attempt int) *mapComparison {
+	c := &mapComparison{m: m, attempt: attempt, state: t.state, journal: t.state.newJournal(), done: make(chan struct{})}
+	conn, seed := newConn(t.opts.NetNS, t.conn.Table), t.state
+	t.beside(func(ctx context.Context) {
+		defer close(c.done)
+		defer conn.Close()
+		if attempt > 0 {
+			if c.err = waitForResize(ctx, attempt-1); c.err != nil {
+				return
+			}
+		}
+		c.err = conn.dump(ctx, m, func(e element, foreign []byte) {
+			if foreign != nil {
+				c.foreign++
+				return
+			}
+			c.hashes = append(c.hashes, [2]uint64{seed.hash(&e.elementID, &value{}), seed.hash(&e.elementID, &e.value)})
+		})
+	})
+	return c
+}
+
+// compareMap compares a map with its expected digest, but not the elements that were written
+// meanwhile. If ctx ends earlier, the next call continues.
+func (t *table) compareMap(ctx context.Context, m mapID) error {
+	d := &t.drift
+	for attempt := 0; ; attempt++ {
+		c := d.comparison
+		if c == nil || c.m != m || c.state != t.state {
+			c = t.newMapComparison(m, attempt)
+			d.comparison = c
+		}
+		t.unlocked(func() {
+			select {
+			case <-c.done:
+			case <-ctx.Done():
+			}
+		})
+		select {
+		case <-c.done:
+		default:
+			return context.Cause(ctx)
+		}
+		d.comparison, attempt = nil, c.attempt
+		if t.state != c.state {
+			return fmt.Errorf("the contents are unknown")
+		}
+		t.state.endJournal(c.journal)
+		if c.err != nil {
+			return c.err
+		}
+		is, want := c.digests()
+		if is == want {
+			return nil
+		}
+		// Even a dump that races with a resize has the right number of elements.
+		if is.n != want.n && !lost(c.journal.since(0), m) || attempt == maxDumpRetries {
+			return kernelnode.Differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
+		}
+	}
+}
+
+// digests returns the digests of the elements that the map has and should have, without those
+// that were written while it was read.
+func (c *mapComparison) digests() (is, want digest) {
+	written := map[uint64]*journalChange{}
+	for _, change := range c.journal.since(0) {
+		if change.m == c.m {
+			written[c.state.hash(&change.elementID, &value{})] = &change
+		}
+	}
+	is, want = digest{n: c.foreign}, c.state.digests[c.m]
+	for _, h := range c.hashes {
+		if written[h[0]] == nil {
+			is.n++
+			is.sum += h[1]
+		}
+	}
+	for _, change := range written {
+		if change.exists {
+			want.n--
+			want.sum -= c.state.hash(&change.elementID, &change.value)
+		}
+	}
+	return is, want
+}

@@ -186,8 +186,11 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 		for _, o := range p.ops {
 			t.state.recordOp(o)
 			o.applied = true
-			// An element that is only held stays although no known service needs it.
-			t.leftovers.Exist = t.leftovers.Exist || o.wanted < 0 && t.state.wanted[o.sharedID()] == holdCount
+			if o.wanted < 0 && t.state.wanted[o.sharedID()] == 0 && t.state.holds(o) {
+				// The element stays although no known service needs it.
+				t.state.held[o.m].unclaim(&o.elementID)
+				t.leftovers.Exist = true
+			}
 		}
 	}
 	return nil

@@ -220,7 +220,7 @@ func BenchmarkConnect(b *testing.B) {
 // programs do not prolong. The case "restart" is the first pass after a restart, when the table
 // has already been read. The case "later" is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
-	for _, n := range []int{1_000, 10_000, 30_000} {
+	for _, n := range []int{1_000, 10_000, 30_000, 100_000} {
 		src := sinktest.NewSource()
 		for _, c := range manyServices(n, 10) {
 			src.Set(c.New)
@@ -233,7 +233,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 				observer := newConn(ns.FD, be.opts.tables()[0])
 				defer observer.Close()
 				src.Reset()
-				d, stop := drive(b, src, sink.Func(be.Sync), 0)
+				d, stop := drive(b, src, started{be.Sync, be}, 0)
 				waitApplied(b, d, src)
 				var waits, work []time.Duration
 				for b.Loop() {
@@ -247,7 +247,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 						waitReadAhead(be)
 						b.StartTimer()
 						before = 0
-						d, stop = drive(b, src, sink.Func(be.Sync), 0)
+						d, stop = drive(b, src, started{be.Sync, be}, 0)
 					}
 					for ; d.Status().SyncingSince.IsZero() && d.Status().Passes == before; time.Sleep(10 * time.Microsecond) {
 					}
@@ -265,7 +265,9 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 				slices.Sort(waits)
 				ms := func(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 				b.ReportMetric(ms(waits[len(waits)/2]), "ms-median-wait")
+				b.ReportMetric(ms(waits[len(waits)*99/100]), "ms-p99-wait")
 				b.ReportMetric(ms(waits[len(waits)-1]), "ms-worst-wait")
+				b.ReportMetric(float64(len(waits)), "changes")
 				b.ReportMetric(ms(slices.Max(work)), "cpu-ms-worst-wait")
 			})
 		}

@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"maps"
@@ -271,6 +272,9 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 	case kindSources:
 		_, isRange := sourcelists.ParseKey(key)
 		ok = ok && isRange
+	case kindHairpins:
+		n := nft.AddrLen(m.family)
+		ok = ok && bytes.Equal(key[:n], key[n:2*n])
 	}
 	return e, ok
 }

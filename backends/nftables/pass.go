@@ -66,6 +66,7 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 		}
 	}
 	p.replay()
+	p.state.held = p.snapshots
 	p.state.slotChainsMade()
 	p.state.sourceChainsMade(p.state.ranges.Chains())
 	if err := t.deleteForeign(ctx, p); err != nil {
@@ -124,6 +125,9 @@ func (ps *pass) read(ctx context.Context, c *conn) error {
 			return err
 		}
 		ps.snapshots[m] = s
+		if s.unsure {
+			ps.foreignCommits = -1 // so that Verify compares the table after the pass
+		}
 		for e := range s.all() {
 			if c, ok := classOfElement(&e.elementID, &e.value); ok && m.kind == kindLists {
 				endpoints += 1 << c.size
@@ -153,12 +157,7 @@ func (ps *pass) account(e *element, n int) {
 		l.number = e.value.number() &^ handlingMask
 	}
 	ps.state.count(&e.elementID, &e.value, n)
-	switch {
-	case n < 0 && e.m.shared():
-		delete(ps.state.wanted, e.sharedID())
-	case n > 0 && e.m.shared():
-		ps.state.wanted[e.sharedID()] = holdCount
-	case n > 0 && rangeOf(isNumbered(l.number)).contains(l.number):
+	if n > 0 && rangeOf(isNumbered(l.number)).contains(l.number) {
 		ps.numbers.found(l)
 	}
 }
@@ -288,19 +287,13 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 			continue // the elements of these maps belong to no service
 		case failed:
 			limit = unclaimed
-		case m.shared():
-			limit = claimed // so the loop gets all elements, and state.wanted selects those to keep
 		}
 		for e := range ps.snapshots[m].upTo(limit) {
-			o := op{elementID: e.elementID, hasOld: true, old: e.value}
 			if m.shared() {
-				if id := e.sharedID(); t.state.wanted[id] > holdCount {
-					t.state.wanted[id] -= holdCount
-					continue
-				}
-				o.wanted = -holdCount
+				ps.snapshots[m].remove(&e.elementID) // nothing holds it any more
 			}
-			if ops = append(ops, o); len(ops) == maxOps {
+			ops = append(ops, op{elementID: e.elementID, hasOld: true, old: e.value})
+			if len(ops) == maxOps {
 				if err := flush(); err != nil {
 					return err
 				}
@@ -309,6 +302,9 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	}
 	if err := flush(); err != nil {
 		return err
+	}
+	if !failed {
+		t.state.held = nil
 	}
 	if removed > 0 {
 		klog.FromContext(ctx).Info("Removed stale elements", "table", t.conn.Table, "elements", removed)

@@ -28,6 +28,8 @@ type snapshot struct {
 	claims []claim
 	// foreign has the encoding of each element that this package cannot have made.
 	foreign [][]byte
+	// unsure is true if elements may be missing.
+	unsure bool
 }
 
 // claim says whether services need an element that existed before the pass.
@@ -57,8 +59,12 @@ func readSnapshot(ctx context.Context, c *conn, m mapID, j *journal) (*snapshot,
 	for attempt := 0; ; attempt++ {
 		before := len(j.since(0))
 		s, err := dumpSnapshot(ctx, c, m)
-		if err != nil || len(s.index) == len(s.records) && !lost(j.since(before), m) || attempt == maxDumpRetries {
+		if err != nil || len(s.index) == len(s.records) && !lost(j.since(before), m) {
 			return s, err
+		}
+		if attempt == maxDumpRetries {
+			s.unsure = true
+			return s, nil
 		}
 		if err := waitForResize(ctx, attempt); err != nil {
 			return nil, err
@@ -165,6 +171,13 @@ func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 	}
 	s.claims[i] = claimed
 	return s.element(i).value, true
+}
+
+// unclaim records that no service needs an element any more.
+func (s *snapshot) unclaim(id *elementID) {
+	if i, ok := s.lookup(id); ok {
+		s.claims[i] = unclaimed
+	}
 }
 
 // giveBack records that the service that claimed an element has failed.

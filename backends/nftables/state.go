@@ -31,17 +31,16 @@ type state struct {
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]nft.Digest
 	// wanted has the use count of each element of a shared map: the number of services that
-	// need it. During a pass, holdCount is added to the use counts of existing elements. So
-	// they stay, because services later in the pass may need them.
+	// need it.
 	wanted map[sharedID]int32
 	most   shrink.Size // of wanted
+	// held has the elements of shared maps that stay although no service needs them: those that
+	// the table had when the current pass began, because services later in the pass may need
+	// them. After a pass in which services failed, it has those that these services may need.
+	held map[mapID]*snapshot
 	// journals record the changes of elements.
 	journals []*journal
 }
-
-// holdCount is larger than any number of services. While the use count of an element in
-// state.wanted is at least holdCount, the element stays.
-const holdCount = 1 << 30
 
 func newState(clientSeed uint32) *state {
 	return &state{
@@ -189,9 +188,14 @@ func (s *state) resolve(o *op) {
 	if !o.m.shared() {
 		return
 	}
-	before := s.wanted[o.sharedID()]
-	o.hasOld = o.hasOld || before > 0 && !o.checked
-	o.hasNew = before+o.wanted > 0
+	before, held := s.wanted[o.sharedID()], s.holds(o)
+	o.hasOld = o.hasOld || (before > 0 || held) && !o.checked
+	o.hasNew = before+o.wanted > 0 || held
+}
+
+func (s *state) holds(o *op) bool {
+	held := s.held[o.m]
+	return held != nil && held.has(&o.elementID)
 }
 
 // recordOp updates s after the kernel has applied o.

@@ -43,6 +43,8 @@ type drift struct {
 	elapsed time.Duration
 	// comparison is the comparison of the map nextMap, if it has begun.
 	comparison *mapComparison
+	// unsure is true if Syncs changed a map each time that the current comparison read it.
+	unsure bool
 	// compareAt is the earliest time of the next comparison. After a drift was found, Verify
 	// only checks that the table has rules until verifyAt.
 	compareAt, verifyAt time.Time
@@ -127,7 +129,7 @@ func (t *table) findDrift(ctx context.Context, now time.Time) error {
 		if t.now().Before(d.compareAt) {
 			return nil
 		}
-		d.startCommits, d.elapsed = foreignCommits, 0
+		d.startCommits, d.elapsed, d.unsure = foreignCommits, 0, false
 	}
 	return t.compare(ctx)
 }
@@ -191,9 +193,12 @@ func (t *table) compare(ctx context.Context) error {
 			return err
 		}
 	}
-	d.nextMap, d.comparedCommits = 0, d.startCommits
+	d.nextMap = 0
 	d.compareAt = t.now().Add(kernelnode.PauseFactor * (d.elapsed + t.now().Sub(begin)))
-	t.opts.Observer.Drifted(false)
+	if !d.unsure {
+		d.comparedCommits = d.startCommits
+		t.opts.Observer.Drifted(false)
+	}
 	return nil
 }
 

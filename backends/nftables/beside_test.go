@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/nft"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"golang.org/x/sys/unix"
+)
+
+// started is a backend that its driver does not start.
+type started struct {
+	sink.Func
+	backend *backend
+}
+
+func (s started) PreparePass(ctx context.Context) <-chan struct{} { return s.backend.PreparePass(ctx) }
+func (s started) BatchSize() int                                  { return s.backend.BatchSize() }
+
+// randomService gives service i random endpoints. Without endpoints, it deletes the service.
+func randomService(src *sinktest.Source, i int) {
+	v := numberedService(i, rand.IntN(6))
+	if len(v.Endpoints) == 0 {
+		src.Delete(v.Key())
+		return
+	}
+	v.Endpoints[0].Local = rand.IntN(2) == 0
+	src.Set(v)
+}
+
+// TestChangesWhileTheTableIsRead changes services and begins passes while another program
+// changes elements of the table. In the end, the table must equal a new table.
+func TestChangesWhileTheTableIsRead(t *testing.T) {
+	const services = 1_000
+	src := sinktest.NewSource()
+	for i := range services {
+		randomService(src, i)
+	}
+	src.SetNode(node)
+	src.MarkSynced()
+	b, ns := start(t, Options{})
+	prepared := 0
+	d, stop := drive(t, src, started{func(ctx context.Context, c *sink.Changes) error {
+		b.mu.Lock()
+		if c.First && b.table.ahead != nil && b.table.ahead.base != nil {
+			prepared++
+		}
+		b.mu.Unlock()
+		return b.Sync(ctx, c)
+	}, b}, 0)
+	waitApplied(t, d, src)
+
+	other := newConn(ns.FD, b.table.conn.Table)
+	defer other.Close()
+	for i := range 20 {
+		passes := d.Status().Passes
+		d.StartOver()
+		for d.Status().Passes == passes {
+			randomService(src, rand.IntN(services))
+			time.Sleep(time.Duration(rand.IntN(5)) * time.Millisecond)
+		}
+		m := mapID{kind: []mapKind{kindFrontends, kindLists, kindEndpoints, kindClusterIPs, kindHairpins}[i%5], family: 4}
+		s, err := readSnapshot(t.Context(), other, m, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(s.records) == 0 {
+			continue
+		}
+		e := s.element(rand.IntN(len(s.records)))
+		err = other.Transact(t.Context(), func(w *nft.Writer) {
+			writeElements(w, unix.NFT_MSG_DELSETELEM, 0, e.ref())
+			if e.key[3] ^= 0x80; i%2 == 0 && m.kind != kindLists { // a number of a list that no service has may be in use soon
+				writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, e.ref())
+			}
+		})
+		if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EEXIST) { // a Sync may have been faster
+			t.Fatal(err)
+		}
+	}
+	waitApplied(t, d, src)
+	for repairs := 0; ; repairs++ {
+		err := verifyAll(t, b)
+		if err == nil {
+			break
+		}
+		if repairs == 3 {
+			t.Fatalf("after %d repairs, Verify returns %v", repairs, err)
+		}
+		d.StartOver()
+		waitApplied(t, d, src)
+	}
+	stop()
+	if prepared < 10 {
+		t.Errorf("%d passes began with a table that was read beside changes, want at least 10", prepared)
+	}
+	var list []sink.Change
+	for _, v := range src.Views() {
+		list = append(list, set(v))
+	}
+	checkFresh(t, b, list...)
+}
+
+// TestOwnChangesAreNoDrift compares the table again and again while services change.
+func TestOwnChangesAreNoDrift(t *testing.T) {
+	const services = 300
+	src := sinktest.NewSource()
+	for i := range services {
+		randomService(src, i)
+	}
+	src.SetNode(node)
+	src.MarkSynced()
+	b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() { t.Error("drift is reported") }}}})
+	d, stop := drive(t, src, started{b.Sync, b}, 0)
+	waitApplied(t, d, src)
+	ended := make(chan struct{})
+	changing, cancel := context.WithCancel(t.Context())
+	go func() {
+		defer close(ended)
+		for changing.Err() == nil {
+			randomService(src, rand.IntN(services))
+			time.Sleep(time.Duration(rand.IntN(300)) * time.Microsecond)
+		}
+	}()
+	for range 8 {
+		b.mu.Lock()
+		b.table.drift.reset(-1)
+		b.table.drift.compareAt = time.Time{}
+		b.mu.Unlock()
+		if err := b.Verify(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	cancel()
+	<-ended
+	waitApplied(t, d, src)
+	stop()
+	if err := verifyAll(t, b); err != nil {
+		t.Error(err)
+	}
+}

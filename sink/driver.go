@@ -43,6 +43,8 @@ type Driver struct {
 	// verifyFailure is the error of the last Verify, or empty. Equal errors are logged once.
 	verifyFailure string
 	preparing     <-chan struct{} // closed when the next pass is prepared, see Preparer; may be nil
+	gather        int             // the number of Syncs after which changes are gathered
+	immediate     bool            // changes are never gathered; only in tests
 	wasAlone      bool            // the last Sync delivered one isolated service
 	largeWaited   bool            // the last Sync let other services go before a large one
 

@@ -79,6 +79,7 @@ func runWith(t *testing.T, opts sink.Options, configure func(*sink.Driver), s si
 		w.src.Set(view(web, 1))
 		w.driver = sink.NewDriver(w.src, w.rec, opts)
 		w.driver.SetVerifyInterval(-1)
+		w.driver.SetImmediate()
 		backoff(100*time.Millisecond, 30*time.Second)(w.driver)
 		configure(w.driver)
 		go func() { w.ended <- w.driver.Run(ctx) }()

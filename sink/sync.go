@@ -343,7 +343,7 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 	d.update(func() { d.status.SyncingSince = time.Time{} })
 	d.notBefore = end
 	if d.pass == nil || b.Last {
-		d.notBefore = end.Add(d.opts.MinInterval)
+		d.notBefore = end.Add(d.pause(b, end.Sub(begin)))
 	}
 	failed, acked = Acknowledged(err)
 	failed = briefFailed(failed)
@@ -359,6 +359,31 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 		result.PassStart = d.pass.start
 	}
 	return result, failed, acked
+}
+
+const (
+	// minGather and maxGather limit the time in which changes are gathered.
+	minGather, maxGather = 5 * time.Millisecond, 20 * time.Millisecond
+	// gatherSyncs is the number of Syncs after which changes are gathered because they came
+	// at the same time as others.
+	gatherSyncs = 16
+)
+
+// pause returns the time from the end of a Sync to the start of the next one. Without
+// Options.MinInterval, there is no pause while changes are rare: while each of them comes
+// when no other one waits.
+func (d *Driver) pause(b *batch, took time.Duration) time.Duration {
+	if d.opts.MinInterval > 0 {
+		return d.opts.MinInterval
+	}
+	d.gather--
+	if d.pass == nil && (len(b.services) > 1 || isClosed(d.src.Changed())) {
+		d.gather = gatherSyncs
+	}
+	if d.gather = max(d.gather, 0); d.gather == 0 || d.immediate {
+		return 0
+	}
+	return min(max(took, minGather), maxGather)
 }
 
 // hopeful reports whether a service that the sink reads counts as progress. After many

@@ -336,7 +336,12 @@ func (*unverified) VerifyInterval() time.Duration { return -1 }
 // drive runs a driver that delivers src to s, until stop is called or the test ends.
 func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.Driver, stop func()) {
 	t.Helper()
-	d = sink.NewDriver(src, &unverified{s}, sink.Options{BatchSize: batchSize})
+	return driveWith(t, src, s, sink.Options{BatchSize: batchSize})
+}
+
+func driveWith(t testing.TB, src sink.Source, s sink.Sink, opts sink.Options) (d *sink.Driver, stop func()) {
+	t.Helper()
+	d = sink.NewDriver(src, &unverified{s}, opts)
 	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 	ended := make(chan struct{})
 	go func() {

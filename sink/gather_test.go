@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// change makes n services, one after the other, and calls pause before each of them. A Sync
+// takes the time that work takes. It returns the number of Syncs and the longest time until a
+// service was programmed.
+func change(t testing.TB, n int, opts sink.Options, pause, work func()) (syncs int, longest time.Duration) {
+	var mu sync.Mutex
+	made := map[types.NamespacedName]time.Time{}
+	src := sinktest.NewSource()
+	src.MarkSynced()
+	d := sink.NewDriver(src, sink.Func(func(_ context.Context, c *sink.Changes) error {
+		work()
+		mu.Lock()
+		defer mu.Unlock()
+		syncs++
+		for s := range c.Services {
+			longest = max(longest, time.Since(made[s.Key]))
+		}
+		return nil
+	}), opts)
+	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+	ended := make(chan error)
+	go func() { ended <- d.Run(ctx) }()
+	if err := d.WaitSynced(ctx); err != nil {
+		t.Fatal(err)
+	}
+	syncs = 0
+	for i := range n {
+		pause()
+		key := types.NamespacedName{Namespace: "default", Name: fmt.Sprint("svc-", i)}
+		mu.Lock()
+		made[key] = time.Now()
+		mu.Unlock()
+		src.Set(view(key, 1))
+	}
+	if err := d.WaitApplied(ctx, src.Revision()); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	<-ended
+	return syncs, longest
+}
+
+// randomly sleeps for a random time, so that there are about rate calls a second.
+func randomly(rate int) func() {
+	return func() { time.Sleep(time.Duration(rand.ExpFloat64() * float64(time.Second) / float64(rate))) }
+}
+
+// TestManyChangesAreGathered checks that the driver gathers changes while they are many, and
+// that a change waits for at most the gathering and two Syncs.
+func TestManyChangesAreGathered(t *testing.T) {
+	const ms = time.Millisecond
+	for _, tc := range []struct {
+		name               string
+		rate               int
+		sync               time.Duration
+		opts               sink.Options
+		minSyncs, maxSyncs int // for 1,000 changes
+		longest            time.Duration
+	}{
+		{"rare", 5, ms, sink.Options{}, 970, 1000, 7 * ms},
+		{"200 a second", 200, 2 * ms, sink.Options{}, 300, 700, 9 * ms},
+		{"2,000 a second", 2000, 2 * ms, sink.Options{}, 50, 90, 9 * ms},
+		{"slow syncs", 200, 50 * ms, sink.Options{}, 50, 80, 120 * ms},
+		{"an interval", 200, ms, sink.Options{MinInterval: time.Second}, 4, 8, 1002 * ms},
+		{"no gathering", 200, 2 * ms, sink.Options{MinInterval: 1}, 650, 980, 4*ms + 1},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				syncs, longest := change(t, 1000, tc.opts, randomly(tc.rate), func() { time.Sleep(tc.sync) })
+				if syncs < tc.minSyncs || syncs > tc.maxSyncs || longest > tc.longest {
+					t.Errorf("%d Syncs, and a change waited for %v; want %d to %d, and at most %v", syncs, longest, tc.minSyncs, tc.maxSyncs, tc.longest)
+				}
+			})
+		})
+	}
+}
+
+// TestChangesOneAfterTheOtherAreNotGathered makes each change when the one before it is
+// programmed.
+func TestChangesOneAfterTheOtherAreNotGathered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		syncs, longest := change(t, 100, sink.Options{}, func() { time.Sleep(2 * time.Millisecond) }, func() { time.Sleep(2*time.Millisecond - 1) })
+		if syncs != 100 || longest > 2*time.Millisecond {
+			t.Errorf("%d Syncs, and a change waited for %v", syncs, longest)
+		}
+	})
+}
+
+// TestFirstChangeDoesNotWaitForTheInterval checks Options.MinInterval: the first change after a
+// quiet time is delivered immediately, and the next ones together after the interval.
+func TestFirstChangeDoesNotWaitForTheInterval(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		waits := []time.Duration{time.Minute, 0, time.Millisecond, time.Millisecond}
+		syncs, longest := change(t, len(waits), sink.Options{MinInterval: time.Second}, func() {
+			synctest.Wait()
+			time.Sleep(waits[0])
+			waits = waits[1:]
+		}, func() {})
+		if syncs != 2 || longest != time.Second {
+			t.Errorf("%d Syncs, and a change waited for %v; want 2 and 1s", syncs, longest)
+		}
+	})
+}
+
+// preparing is a sink that is prepared for a pass when ready is closed.
+type preparing struct {
+	sink.Func
+	ready chan struct{}
+}
+
+func (p *preparing) PreparePass(context.Context) <-chan struct{} { return p.ready }
+
+// TestChangesBeforeAPassIsPrepared checks that the driver delivers changes until the sink is
+// prepared for the pass that StartOver requests.
+func TestChangesBeforeAPassIsPrepared(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		src := sinktest.NewSource()
+		src.MarkSynced()
+		var syncs []string
+		s := &preparing{ready: make(chan struct{})}
+		s.Func = func(_ context.Context, c *sink.Changes) error {
+			for range c.Services {
+				syncs = append(syncs, fmt.Sprintf("first=%t", c.First))
+			}
+			return nil
+		}
+		d := sink.NewDriver(src, s, sink.Options{})
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+		ended := make(chan error)
+		go func() { ended <- d.Run(ctx) }()
+		synctest.Wait() // the first pass needs no preparation
+		d.StartOver()
+		synctest.Wait()
+		for i := range 3 {
+			src.Set(view(types.NamespacedName{Namespace: "default", Name: "web"}, byte(i+1)))
+			time.Sleep(time.Second)
+		}
+		if got := fmt.Sprint(syncs); got != "[first=false first=false first=false]" || d.Status().Passes != 1 {
+			t.Errorf("before the pass: %s after %d passes", got, d.Status().Passes)
+		}
+		close(s.ready)
+		synctest.Wait()
+		if got := fmt.Sprint(syncs[3:]); got != "[first=true]" || d.Status().Passes != 2 {
+			t.Errorf("after the preparation: %s, %d passes", got, d.Status().Passes)
+		}
+		cancel()
+		<-ended
+	})
+}

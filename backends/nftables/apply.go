@@ -188,7 +188,7 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 			o.applied = true
 			if o.wanted < 0 && t.state.wanted[o.sharedID()] == 0 && t.state.holds(o) {
 				// The element stays although no known service needs it.
-				t.state.held[o.m].unclaim(&o.elementID)
+				t.state.held[o.m].giveBack(&o.elementID)
 				t.leftovers.Exist = true
 			}
 		}

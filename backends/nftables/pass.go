@@ -215,8 +215,8 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 func (ps *pass) recordFailed(p *patch, failed sink.Failed) {
 	for _, o := range p.ops {
 		_, hasFailed := failed[p.services[p.root(o.part)][0]]
-		// Shared elements stay claimed: state.wanted counts the services that need them.
-		if o.claimed && !o.m.shared() && hasFailed {
+		// A shared element stays claimed if another service needs it.
+		if o.claimed && hasFailed && !(o.m.shared() && ps.state.wanted[o.sharedID()] > 0) {
 			ps.snapshots[o.m].giveBack(&o.elementID)
 		}
 	}

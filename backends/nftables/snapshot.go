@@ -38,8 +38,8 @@ type claim uint8
 const (
 	// unclaimed means that no service has needed the element so far.
 	unclaimed claim = iota
-	// givenBack means that a service claimed the element but then failed. That service still
-	// has the elements from before the pass.
+	// givenBack means that a service claimed the element but then failed, or was deleted. A
+	// service that failed still has the elements from before the pass.
 	givenBack
 	// claimed means that a service or keepOfFailed has claimed the element.
 	claimed
@@ -173,14 +173,7 @@ func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 	return s.element(i).value, true
 }
 
-// unclaim records that no service needs an element any more.
-func (s *snapshot) unclaim(id *elementID) {
-	if i, ok := s.lookup(id); ok {
-		s.claims[i] = unclaimed
-	}
-}
-
-// giveBack records that the service that claimed an element has failed.
+// giveBack records that the service that claimed an element has failed or was deleted.
 func (s *snapshot) giveBack(id *elementID) {
 	if i, ok := s.lookup(id); ok {
 		s.claims[i] = givenBack

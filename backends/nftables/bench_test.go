@@ -277,13 +277,12 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 // waitForEndpoint waits until address is an endpoint of service i in the kernel.
 func waitForEndpoint(b *testing.B, c *conn, i int, address netip.Addr) {
 	b.Helper()
-	for {
+	for ; ; time.Sleep(100 * time.Microsecond) {
 		for _, e := range endpointsOf(b, c, i) {
 			if addrOf(e.data[:4]) == address {
 				return
 			}
 		}
-		time.Sleep(100 * time.Microsecond)
 	}
 }
 
@@ -305,8 +304,9 @@ func BenchmarkChurn(b *testing.B) {
 				d, stop := driveWith(b, src, sink.Func(be.Sync), sink.Options{MinInterval: interval})
 				waitApplied(b, d, src)
 				syncs, used := d.Status().Syncs, cpuTime(b)
-				for i := 0; b.Loop(); i++ {
-					time.Sleep(time.Duration(rand.ExpFloat64() * float64(time.Second) / float64(rate)))
+				pause := func() time.Duration { return time.Duration(rand.ExpFloat64() * float64(time.Second) / float64(rate)) }
+				for i := 0; b.Loop(); time.Sleep(pause()) {
+					i++
 					changed := numberedService(rand.IntN(n), 10)
 					changed.Endpoints[0].Addr = netip.AddrFrom4([4]byte{12, 0, byte(i >> 8), byte(i)})
 					src.Set(changed)

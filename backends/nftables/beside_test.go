@@ -66,9 +66,8 @@ func TestChangesWhileTheTableIsRead(t *testing.T) {
 	for i := range 20 {
 		passes := d.Status().Passes
 		d.StartOver()
-		for d.Status().Passes == passes {
+		for ; d.Status().Passes == passes; time.Sleep(time.Duration(rand.IntN(5)) * time.Millisecond) {
 			randomService(src, rand.IntN(services))
-			time.Sleep(time.Duration(rand.IntN(5)) * time.Millisecond)
 		}
 		m := mapID{kind: []mapKind{kindFrontends, kindLists, kindEndpoints, kindClusterIPs, kindHairpins}[i%5], family: 4}
 		s, err := readSnapshot(t.Context(), other, m, nil)
@@ -128,9 +127,8 @@ func TestOwnChangesAreNoDrift(t *testing.T) {
 	changing, cancel := context.WithCancel(t.Context())
 	go func() {
 		defer close(ended)
-		for changing.Err() == nil {
+		for ; changing.Err() == nil; time.Sleep(time.Duration(rand.IntN(300)) * time.Microsecond) {
 			randomService(src, rand.IntN(services))
-			time.Sleep(time.Duration(rand.IntN(300)) * time.Microsecond)
 		}
 	}()
 	for range 8 {

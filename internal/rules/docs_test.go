@@ -126,7 +126,7 @@ var numbers = []struct{ page, sentence, file, code string }{
 	{"docs/operate/ovs.md", "tracks more than 100,000", "backends/ovs/stale.go", "maxListed = 100_000"},
 	{"docs/operate/ebpf.md", "Every ten seconds, for at most 2 % of the time", "backends/ebpf/backend.go", "minPause = 10 * time.Second"},
 	{"docs/operate/ebpf.md", "can exclude 4,096", "backends/ebpf/exclude.go", "maxCgroupLevels, maxExcluded = 16, 4096"},
-	{"docs/operate/nftables.md", "transactions of at most 20,000 elements", "backends/nftables/apply.go", "maxOps = 20_000"},
+	{"docs/operate/nftables.md", "batches of about 2,000 elements", "backends/nftables/backend.go", "return 2_000"},
 	{"docs/operate/scale.md", "the default limit of 20,000 connections", "internal/transport/server.go", "DefaultMaxConnections = 20_000"},
 	{"docs/operate/security.md", "3 MB of an object, 5,000 lost claims of a service", "remote/wireview.go", "maxObject = 3 << 20"},
 	{"docs/operate/security.md", "3 MB of an object, 5,000 lost claims of a service", "remote/wireview.go", "maxLost = 5000"},

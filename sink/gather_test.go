@@ -76,8 +76,8 @@ func TestManyChangesAreGathered(t *testing.T) {
 		longest            time.Duration
 	}{
 		{"rare", 5, ms, sink.Options{}, 970, 1000, 7 * ms},
-		{"200 a second", 200, 2 * ms, sink.Options{}, 300, 700, 9 * ms},
-		{"2,000 a second", 2000, 2 * ms, sink.Options{}, 50, 90, 9 * ms},
+		{"200 a second", 200, 2 * ms, sink.Options{}, 450, 850, 6 * ms},
+		{"2,000 a second", 2000, 2 * ms, sink.Options{}, 100, 160, 6 * ms},
 		{"slow syncs", 200, 50 * ms, sink.Options{}, 50, 80, 120 * ms},
 		{"an interval", 200, ms, sink.Options{MinInterval: time.Second}, 4, 8, 1002 * ms},
 		{"no gathering", 200, 2 * ms, sink.Options{MinInterval: 1}, 650, 980, 4*ms + 1},

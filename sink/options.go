@@ -16,8 +16,7 @@ type Options struct {
 	// Changes in that time are merged. MinInterval does not delay the batches of a pass.
 	// Default 0: the driver delivers changes as soon as no Sync runs. But while changes are
 	// so many that some come at the same time, it gathers them after a Sync for as long as the
-	// Sync took, for at least 5 ms and at most 20 ms. A positive value, however small, replaces
-	// this.
+	// Sync took, at most 20 ms. A positive value, however small, replaces this.
 	MinInterval time.Duration
 
 	// BatchSize limits the size of a batch of a pass, and the total size of the retries in a

@@ -362,8 +362,8 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 }
 
 const (
-	// minGather and maxGather limit the time in which changes are gathered.
-	minGather, maxGather = 5 * time.Millisecond, 20 * time.Millisecond
+	// maxGather limits the time in which changes are gathered.
+	maxGather = 20 * time.Millisecond
 	// gatherSyncs is the number of Syncs after which changes are gathered because they came
 	// at the same time as others.
 	gatherSyncs = 16
@@ -383,7 +383,7 @@ func (d *Driver) pause(b *batch, took time.Duration) time.Duration {
 	if d.gather = max(d.gather, 0); d.gather == 0 || d.immediate {
 		return 0
 	}
-	return min(max(took, minGather), maxGather)
+	return min(took, maxGather)
 }
 
 // hopeful reports whether a service that the sink reads counts as progress. After many

@@ -219,7 +219,7 @@ type sinkFlags struct {
 
 func (f *sinkFlags) register(fs *pflag.FlagSet) {
 	fs.Var(&f.node, "node-name", "proxy for the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
-	fs.DurationVar(&f.interval, "min-sync-interval", 0, "minimum time from the end of one sync to the start of the next; 0: none while changes are rare, 5 to 20ms while they are many")
+	fs.DurationVar(&f.interval, "min-sync-interval", 0, "minimum time from the end of one sync to the start of the next; 0: none while changes are rare, and as long as the last sync took while they are many, at most 20ms")
 	fs.BoolVar(&f.kubeProxyMetrics, "kubeproxy-metrics", false, "also serve metrics with kube-proxy's names, and /proxyMode")
 	fs.BoolVar(&f.wait, "wait", false, "while another process programs the same dataplane, or listens on the addresses for health checks and metrics, wait for its end instead of failing")
 	fs.BoolVar(&f.once, "once", false, "exit when everything has been programmed once")

@@ -3,6 +3,7 @@
 package deploy
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/internal/gotool"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/yaml"
 )
 
@@ -140,6 +142,102 @@ func TestScrapeConfigurationIsValid(t *testing.T) {
 		delete(job.(map[string]any), "kubernetes_sd_configs") // Debian's promtool does not know it
 	}
 	promtool(t, "check", "config", writeYAML(t, config))
+}
+
+// TestScrapeConfigurationFindsTheProxies compares the targets of the scrape configuration with
+// the containers that serve metrics. The pods are those of the manifests, and of the chart's
+// releases in docs/operate.
+func TestScrapeConfigurationFindsTheProxies(t *testing.T) {
+	var sets []*unstructured.Unstructured
+	for _, dir := range []string{"nftables", "iptables", "ipvs", "ebpf", "windows", "beside-kube-proxy", "central"} {
+		sets = append(sets, objects(t, dir)...)
+	}
+	for release, values := range map[string]string{
+		"kpng":                   "apiServer: {host: 192.0.2.1}\nkernelSettings: true",
+		"kpng-beside-kube-proxy": "serviceProxyName: kpng",
+		"kpng-check":             "kubeProxy: {configMap: kube-proxy}\ntask: check",
+		"kpng-cleanup":           "kubeProxy: {configMap: kube-proxy, image: 'p:v1'}\ntask: cleanup-kube-proxy",
+		"kpng-cleanup-kpng":      "kubeProxy: {configMap: kube-proxy}\ntask: cleanup",
+	} {
+		chart, err := renderChart(t, release, parseYAML(t, values))
+		if err != nil {
+			t.Fatal(err)
+		}
+		sets = append(sets, chart...)
+	}
+	var targets int
+	for _, set := range sets {
+		template, _, _ := unstructured.NestedMap(set.Object, "spec", "template")
+		for _, field := range []string{"initContainers", "containers"} {
+			containers, _, _ := unstructured.NestedSlice(template, "spec", field)
+			for _, c := range containers {
+				name, _, _ := unstructured.NestedString(c.(map[string]any), "name")
+				args, _, _ := unstructured.NestedStringSlice(c.(map[string]any), "args")
+				want := ""
+				for _, arg := range args {
+					if _, port, is := strings.Cut(arg, "--metrics-bind-address=127.0.0.1"); is {
+						want = port
+						targets++
+					}
+				}
+				for ip, host := range map[string]string{"192.0.2.7": "192.0.2.7", "2001:db8::7": "[2001:db8::7]"} {
+					app, _, _ := unstructured.NestedString(template, "metadata", "labels", "app.kubernetes.io/name")
+					got := relabel(t, map[string]string{
+						"__meta_kubernetes_pod_container_name": name, "__meta_kubernetes_pod_ip": ip, "__meta_kubernetes_pod_node_name": "vm-001",
+						"__meta_kubernetes_pod_label_app_kubernetes_io_name": app, "__address__": ip,
+					})
+					address := ""
+					if want != "" {
+						address = host + want
+					}
+					if got["__address__"] != address || want != "" && (got["instance"] != "vm-001" || got["app"] != app) {
+						t.Errorf("%s %s, container %s: Prometheus gets %v, want the address %q", set.GetKind(), set.GetName(), name, got, address)
+					}
+				}
+			}
+		}
+	}
+	if targets != 11 {
+		t.Errorf("%d containers serve metrics, want 11", targets)
+	}
+}
+
+// relabel returns what Prometheus makes of the labels of a discovered container, or nil if
+// it drops the container.
+func relabel(t *testing.T, labels map[string]string) map[string]string {
+	t.Helper()
+	var config struct {
+		ScrapeConfigs []struct {
+			RelabelConfigs []struct {
+				SourceLabels []string `json:"source_labels"`
+				Regex        string   `json:"regex"`
+				TargetLabel  string   `json:"target_label"`
+				Replacement  string   `json:"replacement"`
+				Action       string   `json:"action"`
+			} `json:"relabel_configs"`
+		} `json:"scrape_configs"`
+	}
+	readYAML(t, monitoring+"/scrape.yaml", &config)
+	for _, c := range config.ScrapeConfigs[0].RelabelConfigs {
+		var values []string
+		for _, name := range c.SourceLabels {
+			values = append(values, labels[name])
+		}
+		value := strings.Join(values, ";")
+		regex := regexp.MustCompile("^(?s:" + cmp.Or(c.Regex, "(.*)") + ")$")
+		match := regex.FindStringSubmatchIndex(value)
+		switch {
+		case c.Action == "keep":
+			if match == nil {
+				return nil
+			}
+		case c.Action != "":
+			t.Fatalf("this test does not know the action %s", c.Action)
+		case match != nil:
+			labels[c.TargetLabel] = string(regex.ExpandString(nil, cmp.Or(c.Replacement, "$1"), value, match))
+		}
+	}
+	return labels
 }
 
 func TestDashboardIsWellFormed(t *testing.T) {

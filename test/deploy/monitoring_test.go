@@ -3,7 +3,6 @@
 package deploy
 
 import (
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -144,13 +143,19 @@ func TestScrapeConfigurationIsValid(t *testing.T) {
 	promtool(t, "check", "config", writeYAML(t, config))
 }
 
-// TestScrapeConfigurationFindsTheProxies compares the targets of the scrape configuration with
-// the containers that serve metrics. The pods are those of the manifests, and of the chart's
-// releases in docs/operate.
-func TestScrapeConfigurationFindsTheProxies(t *testing.T) {
-	var sets []*unstructured.Unstructured
+// TestPrometheusFindsTheProxies compares the targets of the scrape configuration, and of the
+// chart's PodMonitors, with the containers that serve metrics.
+func TestPrometheusFindsTheProxies(t *testing.T) {
+	text, err := os.ReadFile(monitoring + "/scrape.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := strings.NewReplacer("source_labels", "sourceLabels", "target_label", "targetLabel") // to those of a PodMonitor
+	config := parseYAML(t, names.Replace(string(text)))["scrape_configs"].([]any)[0].(map[string]any)["relabel_configs"].([]any)
+
+	found := 0
 	for _, dir := range []string{"nftables", "iptables", "ipvs", "ebpf", "windows", "beside-kube-proxy", "central"} {
-		sets = append(sets, objects(t, dir)...)
+		found += compareTargets(t, config, objects(t, dir))
 	}
 	for release, values := range map[string]string{
 		"kpng":                   "apiServer: {host: 192.0.2.1}\nkernelSettings: true",
@@ -159,82 +164,87 @@ func TestScrapeConfigurationFindsTheProxies(t *testing.T) {
 		"kpng-cleanup":           "kubeProxy: {configMap: kube-proxy, image: 'p:v1'}\ntask: cleanup-kube-proxy",
 		"kpng-cleanup-kpng":      "kubeProxy: {configMap: kube-proxy}\ntask: cleanup",
 	} {
-		chart, err := renderChart(t, release, parseYAML(t, values))
+		chart, err := renderChart(t, release, parseYAML(t, values+"\npodMonitor: {enabled: true}"))
 		if err != nil {
 			t.Fatal(err)
 		}
-		sets = append(sets, chart...)
+		found += compareTargets(t, config, chart)
+		if monitor, ok := byName(chart)["PodMonitor "+release].(map[string]any); ok {
+			endpoints, _, _ := unstructured.NestedSlice(monitor, "spec", "podMetricsEndpoints")
+			found += compareTargets(t, endpoints[0].(map[string]any)["relabelings"].([]any), chart)
+		}
 	}
-	var targets int
-	for _, set := range sets {
-		template, _, _ := unstructured.NestedMap(set.Object, "spec", "template")
+	if found != 13 {
+		t.Errorf("Prometheus finds %d containers, want nine of the manifests, and two of the chart in two ways", found)
+	}
+}
+
+// compareTargets compares the targets that a configuration makes from pods with the
+// containers that serve metrics, and returns how many containers these are.
+func compareTargets(t *testing.T, config []any, pods []*unstructured.Unstructured) (found int) {
+	t.Helper()
+	for _, object := range pods {
+		pod, _, _ := unstructured.NestedMap(object.Object, "spec", "template")
+		app, _, _ := unstructured.NestedString(pod, "metadata", "labels", "app.kubernetes.io/name")
 		for _, field := range []string{"initContainers", "containers"} {
-			containers, _, _ := unstructured.NestedSlice(template, "spec", field)
+			containers, _, _ := unstructured.NestedSlice(pod, "spec", field)
 			for _, c := range containers {
 				name, _, _ := unstructured.NestedString(c.(map[string]any), "name")
 				args, _, _ := unstructured.NestedStringSlice(c.(map[string]any), "args")
-				want := ""
+				port := ""
 				for _, arg := range args {
-					if _, port, is := strings.Cut(arg, "--metrics-bind-address=127.0.0.1"); is {
-						want = port
-						targets++
+					if _, p, is := strings.Cut(arg, "--metrics-bind-address=127.0.0.1"); is {
+						port = p
+						found++
 					}
 				}
 				for ip, host := range map[string]string{"192.0.2.7": "192.0.2.7", "2001:db8::7": "[2001:db8::7]"} {
-					app, _, _ := unstructured.NestedString(template, "metadata", "labels", "app.kubernetes.io/name")
-					got := relabel(t, map[string]string{
+					want := ""
+					if port != "" {
+						want = host + port + " vm-001"
+					}
+					target := relabel(t, config, map[string]string{
 						"__meta_kubernetes_pod_container_name": name, "__meta_kubernetes_pod_ip": ip, "__meta_kubernetes_pod_node_name": "vm-001",
 						"__meta_kubernetes_pod_label_app_kubernetes_io_name": app, "__address__": ip,
 					})
-					address := ""
-					if want != "" {
-						address = host + want
-					}
-					if got["__address__"] != address || want != "" && (got["instance"] != "vm-001" || got["app"] != app) {
-						t.Errorf("%s %s, container %s: Prometheus gets %v, want the address %q", set.GetKind(), set.GetName(), name, got, address)
+					if got := strings.TrimSpace(target["__address__"] + " " + target["instance"]); got != want {
+						t.Errorf("%s %s, container %s: the target is %q, want %q", object.GetKind(), object.GetName(), name, got, want)
 					}
 				}
 			}
 		}
 	}
-	if targets != 11 {
-		t.Errorf("%d containers serve metrics, want 11", targets)
-	}
+	return found
 }
 
 // relabel returns what Prometheus makes of the labels of a discovered container, or nil if
 // it drops the container.
-func relabel(t *testing.T, labels map[string]string) map[string]string {
+func relabel(t *testing.T, config []any, labels map[string]string) map[string]string {
 	t.Helper()
-	var config struct {
-		ScrapeConfigs []struct {
-			RelabelConfigs []struct {
-				SourceLabels []string `json:"source_labels"`
-				Regex        string   `json:"regex"`
-				TargetLabel  string   `json:"target_label"`
-				Replacement  string   `json:"replacement"`
-				Action       string   `json:"action"`
-			} `json:"relabel_configs"`
-		} `json:"scrape_configs"`
-	}
-	readYAML(t, monitoring+"/scrape.yaml", &config)
-	for _, c := range config.ScrapeConfigs[0].RelabelConfigs {
+	for _, c := range config {
+		text := func(field, unset string) string {
+			if value, ok := c.(map[string]any)[field].(string); ok {
+				return value
+			}
+			return unset
+		}
+		names, _, _ := unstructured.NestedStringSlice(c.(map[string]any), "sourceLabels")
 		var values []string
-		for _, name := range c.SourceLabels {
+		for _, name := range names {
 			values = append(values, labels[name])
 		}
 		value := strings.Join(values, ";")
-		regex := regexp.MustCompile("^(?s:" + cmp.Or(c.Regex, "(.*)") + ")$")
+		regex := regexp.MustCompile("^(?s:" + text("regex", "(.*)") + ")$")
 		match := regex.FindStringSubmatchIndex(value)
-		switch {
-		case c.Action == "keep":
+		switch action := text("action", "replace"); {
+		case action == "keep":
 			if match == nil {
 				return nil
 			}
-		case c.Action != "":
-			t.Fatalf("this test does not know the action %s", c.Action)
+		case action != "replace":
+			t.Fatalf("this test does not know the action %s", action)
 		case match != nil:
-			labels[c.TargetLabel] = string(regex.ExpandString(nil, cmp.Or(c.Replacement, "$1"), value, match))
+			labels[text("targetLabel", "")] = string(regex.ExpandString(nil, text("replacement", "$1"), value, match))
 		}
 	}
 	return labels

@@ -37,9 +37,9 @@
 // needs. When the owner no longer needs the object, another service inherits it, with its
 // own value. So an address may move between services in any order of deliveries.
 //
-// If an object refers to another object, Options.Depth returns a higher number for the
-// other one. Then the Reconciler sets the other object first and deletes it last. Services
-// that share an object at a depth above 0 must need it with the same value.
+// Options.Depth must return a higher number for an object than for all objects that refer to
+// it. The Reconciler sets an object before the objects that refer to it, and deletes it after
+// them. Services that share an object at a depth above 0 must need it with the same value.
 //
 // # Failing services
 //

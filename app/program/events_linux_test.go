@@ -106,7 +106,7 @@ func TestRefusedServicesBecomeEvents(t *testing.T) {
 	}
 }
 
-// TestEventsOfObservers checks that observers of metrics also write Events.
+// TestEventsOfObservers checks that an observer that counts metrics writes Events, too.
 func TestEventsOfObservers(t *testing.T) {
 	counted, err := metrics.New(prometheus.NewRegistry(), metrics.Options{})
 	if err != nil {

@@ -57,8 +57,8 @@ type Options struct {
 	// load-balancer IP of a service is the address of another node, the dataplane ignores this
 	// IP, so that its packets go to the other node. Without NodeNetworks, the dataplane makes
 	// the address local, so that this node cannot reach the other node at any port.
-	// NodeNetworks must not contain load-balancer IPs that no machine has. Default: no
-	// networks.
+	// Leave out load-balancer IPs that belong to no machine: the dataplane would ignore them,
+	// too. Default: no networks.
 	NodeNetworks []netip.Prefix
 	// HealthzPort is the port of the program's own health checks. Load balancers check
 	// services with externalTrafficPolicy Cluster at this port. The dataplane translates the

@@ -91,7 +91,7 @@ func (c class) affinityRules(seed uint32) []nft.Rule {
 		nft.Jump(findChain(c.family)),
 		nft.Jump(clientChain(c.family)),
 		isEndpoint + remember + toEndpoint,
-		isEndpoint + clients(nftDynsetDelete, 0), // the endpoint was removed
+		isEndpoint + clients(nftDynsetDelete, 0), // toEndpoint found no endpoint: it was removed
 		loadPriority(^uint32(endpointMask)) + nft.SetMeta(unix.NFT_META_PRIORITY),
 		nft.Jump(slot.name()),
 		isEndpoint + remember,

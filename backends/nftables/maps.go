@@ -215,8 +215,8 @@ type sharedID struct {
 	key [sharedKey]byte
 }
 
-// sharedKey is the length of the longest key of a shared map, without the first address of
-// kindHairpins, which equals the second.
+// sharedKey is the maximum key length of a shared map, in bytes. A key of kindHairpins has
+// two equal addresses, of which a sharedID has only one.
 const sharedKey = 24
 
 // sharedID returns the ID of an element of a shared map.

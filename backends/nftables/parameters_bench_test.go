@@ -104,10 +104,10 @@ func BenchmarkParameters(b *testing.B) {
 	})
 }
 
-// BenchmarkHashing sends a connection of each of 100,000 clients to a service with stable
-// hashing and 100 endpoints, on two nodes, and then again without one of the endpoints. It
-// reports the shares of the endpoints, and the clients that move or that nodes treat
-// differently.
+// BenchmarkHashing uses a service with stable hashing and 100 endpoints on two nodes. Each of
+// 100,000 clients connects to it on both nodes, and again after one endpoint was removed. The
+// benchmark reports the share of each endpoint, how many clients move, and how many reach
+// different endpoints on the two nodes.
 func BenchmarkHashing(b *testing.B) {
 	const n, clients = 100, 100_000
 	for b.Loop() {

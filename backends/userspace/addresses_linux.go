@@ -21,8 +21,8 @@ import (
 // this platform.
 var platformOptions = []string{"Instance"}
 
-// hostAddresses returns what makes addresses local as the options say, or nil if they do
-// not enable that.
+// hostAddresses returns the mechanism that makes addresses of services local on Linux. It
+// returns nil if AddAddresses is false.
 func hostAddresses(o *Options) (addresses, error) {
 	if o.Interface != "" || o.StateFile != "" {
 		return nil, errors.New("the options Interface and StateFile are for Windows")

@@ -89,8 +89,8 @@ func (d *datagrams) write(messages []ipv4.Message) error {
 // this platform.
 var platformOptions []string
 
-// hostAddresses returns what makes addresses local as the options say, or nil if they do
-// not enable that. It sets the default of Interface.
+// hostAddresses returns the mechanism that makes addresses of services local on Windows. It
+// returns nil if AddAddresses is false, and otherwise sets the default of Interface.
 func hostAddresses(o *Options) (addresses, error) {
 	if !o.AddAddresses {
 		return nil, nil

@@ -366,10 +366,10 @@ func IsTranslated() Rule {
 	return loadCt(unix.NFT_CT_STATUS) + And(dstNAT) + NotEqual(Native(0)...)
 }
 
-// IgnoreReplies returns the first rule of a chain of type nat that may refuse connections.
-// When the kernel refuses a connection, such chains see the packet of the refusal, because
-// its destination is not translated yet. Without this rule, they might refuse or translate
-// this packet.
+// IgnoreReplies returns a rule that leaves the chain for packets in the reply direction. It
+// must be the first rule of each chain of type nat that may refuse connections. When the
+// kernel refuses a connection, such chains see the packet of the refusal, because its
+// destination is not translated yet. Without the rule, they might refuse or translate it.
 func IgnoreReplies() Rule {
 	const reply = 1
 	return loadCt(unix.NFT_CT_DIRECTION) + Equal(reply) + Return

@@ -62,7 +62,7 @@ type network struct {
 	node, pods, client namespace
 	kpng               string
 	source             []string // the command of kpng that reads services
-	privileges         []string // the prefix of kpng's command line, such as least
+	privileges         []string // a command prefix that drops privileges, by default least
 	log                *buffer  // of the kpng that was started last
 }
 

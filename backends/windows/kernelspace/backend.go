@@ -103,7 +103,8 @@ func New(opts Options) (backends.Dataplane, error) {
 			b.environment.sourceVIP6 = a
 		}
 	}
-	// The driver calls Verify rarely enough, see VerifyInterval.
+	// A negative VerifyInterval lets each call of Verify compare. The driver already waits
+	// for the interval of the backend's own method VerifyInterval between two calls.
 	b.reconciler = reconcile.New(b, reconcile.Options[frontend, *policy]{Equal: b.equal, Drifted: b.reportDrift, VerifyInterval: -1})
 	return b, nil
 }

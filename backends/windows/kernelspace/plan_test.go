@@ -351,7 +351,9 @@ func viewWithHints(zones ...string) *api.View {
 	state := &api.ServiceState{Service: service("web")}
 	for i, zone := range zones {
 		slice := sinktest.Slices(state.Service, fmt.Sprintf("10.1.2.%d@other-node", i+1))[0]
-		slice.Endpoints[0].Hints = &api.Hints{ForZones: []string{zone}}
+		details := slice.Endpoints[0].Details.Value()
+		details.Hints = &api.Hints{ForZones: []string{zone}}
+		slice.Endpoints[0].Details = &details
 		state.Slices = append(state.Slices, slice)
 	}
 	return nodeview.View(state, node())

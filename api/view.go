@@ -58,16 +58,16 @@ type Endpoint struct {
 	// has an entry with its own name. An unnamed service port with a named target port has
 	// an entry with the target port's name. An unnamed service port with a target port
 	// number has an entry only if the endpoint's port number is different. The name in this
-	// entry is empty. More than 32 PortOverrides are sorted by name. The method TargetPort
-	// reads PortOverrides.
+	// entry is empty. If there are more than 32 PortOverrides, they are sorted by name. The
+	// method TargetPort reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
 	// Scopes are the lists that contain the endpoint for at least one service port.
 	Scopes Scopes `json:",omitzero"`
 	// PortScopes is set if the endpoint's lists differ between service ports. It has an
-	// entry for each port for which the endpoint is on a list. More than 32 PortScopes are
-	// sorted by number, then protocol.
+	// entry for each port for which the endpoint is on a list. If there are more than 32
+	// PortScopes, they are sorted by number, then protocol.
 	PortScopes []PortScopes `json:",omitempty"`
 
 	NodeName string `json:",omitempty"`

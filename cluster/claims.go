@@ -202,7 +202,7 @@ func (c *claims) outcome(cl claim) outcome { return outcome{cl, c.owner(cl.Claim
 // all claims that other services have won or lost.
 func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed bool) {
 	before, after := claimsOf(old), claimsOf(new)
-	if len(before) == 0 && c.unclaimed(after) { // so for nearly all services of a listing
+	if len(before) == 0 && c.unclaimed(after) { // so for nearly all services of an initial list
 		for _, cl := range after {
 			c.insert(claim{cl, new})
 		}

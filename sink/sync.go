@@ -247,7 +247,8 @@ func (d *Driver) addDue(u *updates.Update, b *batch) {
 	}
 	room := max(d.opts.BatchSize-size, d.opts.BatchSize/2, 1)
 
-	// The number of pending services that did not fail themselves and are not in b.
+	// waiting is the number of pending services that are not in b and have not failed
+	// individually.
 	waiting := d.pending.count[queued] + d.pending.count[suspect]
 	for i := range changes {
 		if s := d.pending.byKey[changes[i].Key]; s != nil && s.reason != failing {

@@ -111,7 +111,10 @@ func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
 		if f.Port != 0 || f.Sources.Restricted {
 			continue // not supported
 		}
-		ip := map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f.Family]
+		ip := "ip"
+		if f.Family == api.IPv6 {
+			ip = "ip6"
+		}
 		rules := "jump log-" + name + "\n"
 		rules += traffic("fib saddr type local", ip, f.Node, f.Masquerade != nodeview.MasqueradeIfConfigured)
 		rules += traffic("", ip, f.Elsewhere, f.Masquerade == nodeview.MasqueradeAll)
@@ -122,17 +125,31 @@ func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
 	return nil
 }
 
-// traffic returns the rules for the part of the traffic to a frontend that match selects.
-func traffic(match, ip string, t nodeview.Traffic, masquerade bool) (rules string) {
-	mark := "meta mark set meta mark | 0x2000" // chain postrouting masquerades such packets
-	others := map[bool]string{true: mark}[masquerade]
+// masquerade marks a packet. The chain postrouting of table.nft replaces the source address of
+// such packets.
+const masquerade = "meta mark set meta mark | 0x2000"
+
+// traffic returns the rules for the traffic to a frontend that match selects.
+func traffic(match, ip string, t nodeview.Traffic, masqueradeAll bool) string {
+	var rules strings.Builder
 	for i, e := range t.Endpoints {
-		// Each rule matches one in n of the packets that reach it. The source of a packet from
-		// the endpoint itself is always replaced. The port stays.
-		rule := fmt.Sprintf("%s %s saddr %%s %s numgen random mod %d 0 %%s dnat %[2]s to %[3]s\n", match, ip, e.Addr, len(t.Endpoints)-i)
-		rules += fmt.Sprintf(rule, "==", mark) + fmt.Sprintf(rule, "!=", others)
+		// The rule for the first of 3 endpoints matches 1 in 3 connections, the next rule 1 in 2
+		// of the others, and the last rule all others.
+		random := fmt.Sprintf("numgen random mod %d 0", len(t.Endpoints)-i)
+		dnat := fmt.Sprintf("dnat %s to %s", ip, e.Addr) // the port stays
+		if masqueradeAll {
+			fmt.Fprintln(&rules, match, random, masquerade, dnat)
+			continue
+		}
+		fmt.Fprintln(&rules, match, ip, "saddr ==", e.Addr, random, masquerade, dnat) // hairpin
+		fmt.Fprintln(&rules, match, ip, "saddr !=", e.Addr, random, dnat)
 	}
-	return rules + match + map[bool]string{true: " drop\n", false: " reject\n"}[t.Verdict == nodeview.Drop]
+	if t.Verdict == nodeview.Drop {
+		fmt.Fprintln(&rules, match, "drop")
+	} else {
+		fmt.Fprintln(&rules, match, "reject") // after endpoints, no connection gets here
+	}
+	return rules.String()
 }
 
 // List creates the table if it does not exist.
@@ -142,10 +159,12 @@ func (d dataplane) List(ctx context.Context, emit func(string, chain)) error {
 		_, err = nft(ctx, fmt.Sprintf(skeleton, d.table))
 	}
 	for _, m := range element.FindAllStringSubmatch(out, -1) {
-		emit(m[4]+" "+m[1], chain{ports: m[2], digest: m[3]})
+		match, ports, digest, ip := m[1], m[2], m[3], m[4]
+		emit(ip+" "+match, chain{ports: ports, digest: digest})
 	}
 	for _, m := range logging.FindAllStringSubmatch(out, -1) {
-		emit("log "+m[1], chain{digest: m[2]})
+		name, digest := m[1], m[2]
+		emit("log "+name, chain{digest: digest})
 	}
 	return err
 }
@@ -198,7 +217,12 @@ func nft(ctx context.Context, script string) (string, error) {
 func equal(is, want chain) bool { return is.digest == want.digest }
 
 // depth makes reconcile write the chains that log before those that jump to them.
-func depth(key string) int { return map[bool]int{true: 1}[strings.HasPrefix(key, "log ")] }
+func depth(key string) int {
+	if strings.HasPrefix(key, "log ") {
+		return 1
+	}
+	return 0
+}
 
 func main() {
 	l := selection{logged: map[types.NamespacedName]string{}}

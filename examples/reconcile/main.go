@@ -24,10 +24,11 @@ import (
 )
 
 // dataplane is an nftables table. It has a chain of rules for each frontend, and maps that lead
-// to the chains. The key of a chain is the IP family and the element of the map.
+// to the chains.
 type dataplane struct{ table string }
 
-// chain has the rules of a frontend. List knows only their digest.
+// chain is an object: the rules of one frontend. Its key is the IP family and the element of the
+// map, for example "ip 10.96.0.80 . tcp . 80". List knows only the digest of the rules.
 type chain struct{ rules, digest string }
 
 // skeleton is the table without frontends.
@@ -41,41 +42,63 @@ func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
 		if f.Kind == nodeview.NodePort || f.Port == 0 || f.Sources.Restricted {
 			continue // not supported
 		}
-		ip := map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f.Family]
+		ip := "ip"
+		if f.Family == api.IPv6 {
+			ip = "ip6"
+		}
 		protocol := strings.ToLower(f.Protocol.String())
-		rules := traffic("fib saddr type local meta l4proto "+protocol, ip, f.Node, f.Masquerade != nodeview.MasqueradeIfConfigured)
-		rules += traffic("meta l4proto "+protocol, ip, f.Elsewhere, f.Masquerade == nodeview.MasqueradeAll)
-		emit(fmt.Sprintf("%s %s . %s . %d", ip, f.Addr, protocol, f.Port), chain{rules, fmt.Sprintf("%x", sha256.Sum256([]byte(rules)))})
+		fromNode := "fib saddr type local meta l4proto " + protocol
+		fromElsewhere := "meta l4proto " + protocol // the rules for the node are before these
+		rules := traffic(fromNode, ip, f.Node, f.Masquerade != nodeview.MasqueradeIfConfigured)
+		rules += traffic(fromElsewhere, ip, f.Elsewhere, f.Masquerade == nodeview.MasqueradeAll)
+		key := fmt.Sprintf("%s %s . %s . %d", ip, f.Addr, protocol, f.Port)
+		emit(key, chain{rules, fmt.Sprintf("%x", sha256.Sum256([]byte(rules)))})
 	}
 	return nil
 }
 
-// traffic returns the rules for the part of the traffic to a frontend that match selects.
-func traffic(match, ip string, t nodeview.Traffic, masquerade bool) (rules string) {
-	mark := "meta mark set meta mark | 0x8000" // chain postrouting masquerades such packets
-	others := map[bool]string{true: mark}[masquerade]
+// masquerade marks a packet. The chain postrouting of table.nft replaces the source address of
+// such packets.
+const masquerade = "meta mark set meta mark | 0x8000"
+
+// traffic returns the rules for the traffic to a frontend that match selects.
+func traffic(match, ip string, t nodeview.Traffic, masqueradeAll bool) string {
+	var rules strings.Builder
 	for i, e := range t.Endpoints {
-		// Each rule matches one in n of the packets that reach it. The source of a packet from
-		// the endpoint itself is always replaced.
-		rule := fmt.Sprintf("%s %s saddr %%s %s numgen random mod %d 0 %%s dnat %[2]s to %[5]s\n", match, ip, e.Addr, len(t.Endpoints)-i, e.AddrPort())
-		rules += fmt.Sprintf(rule, "==", mark) + fmt.Sprintf(rule, "!=", others)
+		// The rule for the first of 3 endpoints matches 1 in 3 connections, the next rule 1 in 2
+		// of the others, and the last rule all others.
+		random := fmt.Sprintf("numgen random mod %d 0", len(t.Endpoints)-i)
+		dnat := fmt.Sprintf("dnat %s to %s", ip, e.AddrPort())
+		if masqueradeAll {
+			fmt.Fprintln(&rules, match, random, masquerade, dnat)
+			continue
+		}
+		fmt.Fprintln(&rules, match, ip, "saddr ==", e.Addr, random, masquerade, dnat) // hairpin
+		fmt.Fprintln(&rules, match, ip, "saddr !=", e.Addr, random, dnat)
 	}
-	return rules + match + map[bool]string{true: " drop\n", false: " reject\n"}[t.Verdict == nodeview.Drop]
+	if t.Verdict == nodeview.Drop {
+		fmt.Fprintln(&rules, match, "drop")
+	} else {
+		fmt.Fprintln(&rules, match, "reject") // after endpoints, no connection gets here
+	}
+	return rules.String()
 }
 
-// List creates the table if it does not exist.
+// element matches an element of a map in the output of nft.
+var element = regexp.MustCompile(`(\S+ \. \w+ \. \d+) comment "(\w+)" : goto (ip6?)-`)
+
+// List emits the objects that exist. It creates the table if it does not exist.
 func (d dataplane) List(ctx context.Context, emit func(string, chain)) error {
 	out, err := nft(ctx, "list table inet "+d.table)
 	if err != nil {
 		_, err = nft(ctx, fmt.Sprintf(skeleton, d.table))
 	}
 	for _, m := range element.FindAllStringSubmatch(out, -1) {
-		emit(m[3]+" "+m[1], chain{digest: m[2]})
+		match, digest, ip := m[1], m[2], m[3]
+		emit(ip+" "+match, chain{digest: digest})
 	}
 	return err
 }
-
-var element = regexp.MustCompile(`(\S+ \. \w+ \. \d+) comment "(\w+)" : goto (\w+)`)
 
 // Apply writes one script, which the kernel applies completely or not at all.
 func (d dataplane) Apply(ctx context.Context, ops []reconcile.Op[string, chain]) error {

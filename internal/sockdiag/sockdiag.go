@@ -68,7 +68,7 @@ type Socket struct {
 	request [requestLen]byte // for exactly this socket
 }
 
-// newRequest returns a request for sockets in the states of connected.
+// newRequest returns a request for sockets whose state is in the list connected.
 func newRequest(family, protocol uint8) (r [requestLen]byte) {
 	r[0], r[1] = family, protocol
 	var states uint32

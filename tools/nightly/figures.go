@@ -20,7 +20,7 @@ type figure struct {
 	Values []float64 `json:"values"`
 }
 
-// figures collects figures in the order of their first values.
+// figures collects figures in the order in which they first appear.
 type figures struct {
 	list  []figure
 	index map[[2]string]int

@@ -29,7 +29,8 @@ import (
 // connection tracking.
 type counters struct {
 	mu sync.Mutex
-	// names has the counter of each service port and endpoint, whose Stats have no numbers.
+	// names has the name of the counter of each service port and endpoint. The numbers in
+	// these keys are 0.
 	names map[backends.Stats]string
 	flows map[countedFlow]backends.Stats
 }

@@ -372,6 +372,20 @@ func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedNam
 // pack, changed by the given views. It also reports whether at most half of the services are
 // in these buckets. Tenants choose names, so one bucket may have most services.
 func (p *pack) compare(have *localv1.Digests, n int, changed map[types.NamespacedName]*wireView, who audience) (differ []uint32, few bool) {
+	all, send := 0, 0
+	for bucket, services := range p.buckets(n, changed, who) {
+		all += len(services)
+		if !bytes.Equal(digestOf(have.GetSalt(), services), have.GetBuckets()[bucket*bucketDigest:][:bucketDigest]) {
+			differ = append(differ, uint32(bucket))
+			send += len(services)
+		}
+	}
+	return differ, 2*send <= all
+}
+
+// buckets yields the services of each of n buckets: those of the pack, changed by the given
+// views.
+func (p *pack) buckets(n int, changed map[types.NamespacedName]*wireView, who audience) func(yield func(bucket int, services []digested) bool) {
 	inBucket := map[int][]digested{}
 	for key, view := range changed {
 		bucket := bucketOf(orderOf(key), n)
@@ -381,24 +395,22 @@ func (p *pack) compare(have *localv1.Digests, n int, changed map[types.Namespace
 		}
 		inBucket[bucket] = list
 	}
-	all, send := 0, 0
-	for bucket, services := range bucketsOf(p.services, n) {
-		if list, ok := inBucket[bucket]; ok {
-			for _, s := range services {
-				if _, ok := changed[s.key]; !ok {
-					list = append(list, s)
+	return func(yield func(int, []digested) bool) {
+		for bucket, services := range bucketsOf(p.services, n) {
+			if list, ok := inBucket[bucket]; ok {
+				for _, s := range services {
+					if _, ok := changed[s.key]; !ok {
+						list = append(list, s)
+					}
 				}
+				sortDigested(list)
+				services = list
 			}
-			sortDigested(list)
-			services = list
-		}
-		all += len(services)
-		if !bytes.Equal(digestOf(have.GetSalt(), services), have.GetBuckets()[bucket*bucketDigest:][:bucketDigest]) {
-			differ = append(differ, uint32(bucket))
-			send += len(services)
+			if !yield(bucket, services) {
+				return
+			}
 		}
 	}
-	return differ, 2*send <= all
 }
 
 // sendBuckets replaces the services in some of n buckets.

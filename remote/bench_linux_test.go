@@ -217,54 +217,6 @@ func BenchmarkInitialSync(b *testing.B) {
 	}
 }
 
-// BenchmarkFirstSync connects 5,000 clients at the same time to a server that has just
-// started. The objects are as long and as different as those of a real cluster.
-//
-//   - tokens: the clients have everything and tokens of this server. It shows what the
-//     streams cost without a first answer.
-//   - new: the clients have nothing.
-//   - restarted: the clients have everything from another server.
-//
-// The clients do not unpack what they receive; TestAnotherServerContinues does.
-func BenchmarkFirstSync(b *testing.B) {
-	const services, nodes = 10_000, 5_000
-	for _, kind := range []string{"tokens", "new", "restarted"} {
-		b.Run(kind, func(b *testing.B) {
-			state := largeState(services, nodes)
-			update(state, func(to apitest.Writer) { makeReal(to, services, nodes) })
-			for b.Loop() {
-				l := &benchListener{Listener: listen(b, socket(b))}
-				server := serveBench(b, state, l)
-				tokens := server
-				if kind != "tokens" {
-					tokens = nil
-				}
-				c := newCrowd(tokens, state, l, 1)
-				c.Packed = true
-				if kind == "restarted" {
-					other := newBenchServer(b, state)
-					for i := range c.Nodes {
-						node, _ := state.Snapshot().Nodes.Get(c.Nodes[i].Name)
-						c.Nodes[i].Have = other.DigestsFor(state.Objects(), node)
-					}
-				}
-				idle := memory()
-				resetPeak(b)
-				began, cpu := time.Now(), cpuTime(b)
-				round := c.start(b)()
-				took, used := round.syncTime(1).Sub(began), cpuTime(b)-cpu
-				peak := peakMemory(b)
-				b.ReportMetric(took.Seconds(), "all-synced-s")
-				b.ReportMetric(used.Seconds(), "server-cpu-s")
-				b.ReportMetric(float64(round.Bytes)/nodes/1e3, "kB/client")
-				b.ReportMetric(float64(idle)/(1<<20), "idle-heap-MiB")
-				b.ReportMetric(float64(memory()-idle)/(1<<20), "streams-heap-MiB")
-				b.ReportMetric(peak/(1<<20), "peak-rss-MiB")
-			}
-		})
-	}
-}
-
 // makeReal gives the objects of largeState random names, addresses and labels.
 func makeReal(to apitest.Writer, services, nodes int) {
 	r := rand.New(rand.NewPCG(1, 0))
@@ -384,12 +336,12 @@ func (s *bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, loc
 	}
 }
 
-// newBenchServer returns a server with default options, except that its limits for a peer
-// are raised, because all clients count as one peer.
+// benchOptions are the default options, except that the limits for a peer are raised,
+// because all clients count as one peer.
+var benchOptions = remote.ServerOptions{MaxStreamsPerPeer: 100_000, MaxConnectionsPerPeer: 100_000, StreamRate: 1e6}
+
 func newBenchServer(b *testing.B, state *cluster.State) *remote.Server {
-	server, err := remote.NewServer(state, remote.ServerOptions{
-		MaxStreamsPerPeer: 100_000, MaxConnectionsPerPeer: 100_000, StreamRate: 1e6,
-	})
+	server, err := remote.NewServer(state, benchOptions)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -485,12 +437,15 @@ func resetPeak(b *testing.B) {
 }
 
 // peakMemory returns the maximum resident memory of the process in bytes.
-func peakMemory(b *testing.B) float64 {
-	status, err := os.ReadFile("/proc/self/status")
+func peakMemory(b *testing.B) float64 { return residentMemory(b, "self", "VmHWM:") }
+
+// residentMemory returns a line of /proc/PID/status in bytes.
+func residentMemory(b *testing.B, pid, line string) float64 {
+	status, err := os.ReadFile("/proc/" + pid + "/status")
 	if err != nil {
 		b.Fatal(err)
 	}
-	_, rest, _ := strings.Cut(string(status), "VmHWM:")
+	_, rest, _ := strings.Cut(string(status), line)
 	kilobytes, err := strconv.Atoi(strings.Fields(rest)[0])
 	if err != nil {
 		b.Fatal(err)

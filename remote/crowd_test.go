@@ -39,13 +39,14 @@ type crowd struct {
 type crowdNode struct {
 	Name  string
 	Token []byte
-	Have  *localv1.Digests
+	Again *localv1.Digests // sent when the client connects again
 }
 
 // crowdRound is the report on a round, in which each stream receives one answer.
 type crowdRound struct {
 	Synced            []int64 // times at which streams received their Sync, sorted, in Unix nanoseconds
 	Bytes, Operations int
+	Resets            int // answers that begin with a Reset
 }
 
 // syncTime returns the time at which the given share of the streams had received the
@@ -112,28 +113,30 @@ func runCrowd() {
 func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}})
 	if err == nil {
+		var have *localv1.Digests
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
 			if err := heard(true, false); err != nil { // without this call, Stay would disconnect from a slow server
 				return err
 			}
 			failed := make(chan error)
 			for range c.PerNode {
-				go func() { failed <- n.watch(ctx, conn, c.Packed, rounds) }()
+				go func(have *localv1.Digests) { failed <- n.watch(ctx, conn, c.Packed, have, rounds) }(have)
 			}
+			have = n.Again
 			return <-failed
 		})
 	}
 	fmt.Fprintf(os.Stderr, "node %s: %v\n", n.Name, err)
 }
 
-// watch sends a request with the token, and after each answer a request without a token.
-func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool, rounds *crowdRounds) error {
+// watch sends a request with the token and the digests, and after each answer a request without a token.
+func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool, have *localv1.Digests, rounds *crowdRounds) error {
 	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
 	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))
 	if err != nil {
 		return err
 	}
-	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Packed: packed, Have: n.Have, Resumption: &localv1.WatchReq_Resume{Resume: n.Token}}
+	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Packed: packed, Have: have, Resumption: &localv1.WatchReq_Resume{Resume: n.Token}}
 	for {
 		message, err := proto.Marshal(request)
 		if err != nil {
@@ -142,7 +145,7 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool
 		if err := stream.SendMsg(&message); err != nil {
 			return err
 		}
-		size, operations, synced := 0, 0, false
+		size, operations, resets, synced := 0, 0, 0, false
 		for !synced {
 			var answer []byte
 			if err := stream.RecvMsg(&answer); err != nil {
@@ -151,8 +154,11 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool
 			var n int
 			n, synced = countOperations(answer)
 			size, operations = size+len(answer), operations+n
+			if beginsWithReset(answer) {
+				resets++
+			}
 		}
-		rounds.synced(size, operations)
+		rounds.synced(size, operations, resets)
 		request = &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}}
 	}
 }
@@ -177,6 +183,16 @@ func countOperations(message []byte) (n int, synced bool) {
 		}
 	}
 	return n, synced
+}
+
+// beginsWithReset reports whether a batch begins with a Reset.
+func beginsWithReset(message []byte) bool {
+	for first := range fieldsOf(message) {
+		for op := range fieldsOf(first.bytes) {
+			return first.number == opItemBatch && op.number == opReset
+		}
+	}
+	return false
 }
 
 const opItemReplace, opItemBatch, opItemResume = 100, 101, 102
@@ -214,12 +230,13 @@ type crowdRounds struct {
 }
 
 // synced records that one stream has received an answer with the given counts.
-func (r *crowdRounds) synced(bytes, operations int) {
+func (r *crowdRounds) synced(bytes, operations, resets int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.now.Synced = append(r.now.Synced, time.Now().UnixNano())
 	r.now.Bytes += bytes
 	r.now.Operations += operations
+	r.now.Resets += resets
 	if len(r.now.Synced) < r.streams {
 		return
 	}

@@ -4,7 +4,6 @@ package remote
 
 import (
 	"context"
-	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -35,15 +34,11 @@ func (s *Server) DigestsFor(snapshot *cluster.Objects, node *api.Node) *localv1.
 	to := w.newTarget(node)
 	x := s.beginnings.of(snapshot)
 	p := x.pack(packKind{who: complete, zone: to.zone})
-	changed := w.different(x, p, nil, &to)
-	list := slices.DeleteFunc(slices.Clone(p.services), func(d digested) bool { _, ok := changed[d.key]; return ok })
-	for key, view := range changed {
-		if view != nil {
-			list = append(list, newDigested(key, view.content(complete)))
-		}
+	d := digestsOf(make([]byte, saltSize), p.services)
+	for bucket, services := range p.buckets(bucketCount(d), w.different(x, p, nil, &to), complete) {
+		copy(d.Buckets[bucket*bucketDigest:], digestOf(d.Salt, services))
 	}
-	sortDigested(list)
-	return digestsOf(make([]byte, saltSize), list)
+	return d
 }
 
 // Digests returns the client's digests with a salt.

@@ -36,6 +36,10 @@ func TestMain(m *testing.M) {
 		runCrowd()
 		return
 	}
+	if address := os.Getenv(restartedEnv); address != "" {
+		runRestarted(address)
+		return
+	}
 	goleak.VerifyTestMain(m)
 }
 

@@ -35,13 +35,14 @@ type beginnings struct {
 type beginning struct {
 	views    *views
 	snapshot *cluster.Objects
-	// The services that look different to a node, or to all nodes of a zone.
-	byNode, byZone map[string][]*api.ServiceState
+	// The services that look different to all nodes of a zone.
+	byZone map[string][]*api.ServiceState
 	// The services with endpoints on many nodes. All nodes share their marshalled endpoints.
 	large map[*api.ServiceState]*sharedState
 
 	mu    sync.Mutex
 	packs map[packKind]*pack
+	room  int // for patches, in bytes
 }
 
 // packKind identifies the clients that share a pack.
@@ -55,7 +56,16 @@ type packKind struct {
 type pack struct {
 	zone     string
 	frames   []frame
-	services []digested // sorted
+	services []digested              // sorted
+	own      map[string][]ownService // by node: the services that may look different to it
+}
+
+// ownService is a service that may look different to a node than in the pack.
+type ownService struct {
+	state *api.ServiceState
+	// The operations that turn the view in the pack into the node's view. If it is nil, the
+	// node's view has to be computed.
+	patch frame
 }
 
 // forgetAfter is the time after which the server drops an unused beginning.
@@ -167,8 +177,7 @@ func (x *beginning) fits(snapshot *cluster.Objects) bool {
 func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 	x := &beginning{
 		views: v, snapshot: snapshot, packs: map[packKind]*pack{},
-		byNode: map[string][]*api.ServiceState{}, byZone: map[string][]*api.ServiceState{},
-		large: map[*api.ServiceState]*sharedState{},
+		byZone: map[string][]*api.ServiceState{}, large: map[*api.ServiceState]*sharedState{}, room: v.limit,
 	}
 	room := v.limit
 	for _, state := range statesOf(snapshot.Snapshot).All() {
@@ -176,9 +185,6 @@ func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 			continue
 		}
 		s := newSharedState(state)
-		for node := range s.nodes {
-			x.byNode[node] = append(x.byNode[node], state)
-		}
 		for zone := range s.zones {
 			x.byZone[zone] = append(x.byZone[zone], state)
 		}
@@ -218,7 +224,7 @@ func (x *beginning) pack(kind packKind) *pack {
 const packBytes = 256 << 10
 
 func (x *beginning) newPack(kind packKind) *pack {
-	p := &pack{zone: kind.zone}
+	p := &pack{zone: kind.zone, own: map[string][]ownService{}}
 	var ops, packed bytes.Buffer
 	w, _ := flate.NewWriter(&packed, flate.BestSpeed) // fails only if the level is invalid
 	flush := func() {
@@ -230,8 +236,21 @@ func (x *beginning) newPack(kind packKind) *pack {
 		p.frames = append(p.frames, newFrame(&localv1.OpItem{Op: &localv1.OpItem_Packed{Packed: packed.Bytes()}}))
 	}
 	for key, state := range statesOf(x.snapshot.Snapshot).All() {
+		if state.Service == nil {
+			continue
+		}
 		s := newSharedState(state)
-		view := x.views.compute(x.snapshot.Snapshot, s, s.classOf("", kind.zone, kind.frontends))
+		c := s.classOf("", kind.zone, kind.frontends)
+		shown := c.view(x.snapshot.Snapshot, state)
+		view := x.views.marshal(s, c, shown)
+		if patches := x.room - patchSize*len(s.nodes); view != nil && !kind.frontends && patches >= 0 && onlyLocalDiffers(state) {
+			x.room = patches
+			p.addPatches(s, shown, kind.who)
+		} else {
+			for node := range s.nodes {
+				p.own[node] = append(p.own[node], ownService{state: state})
+			}
+		}
 		if view == nil {
 			continue
 		}
@@ -249,12 +268,56 @@ func (x *beginning) newPack(kind packKind) *pack {
 	return p
 }
 
-// own returns the states of the services that may look different to the client than in the
-// pack. The states are those of the beginning.
-func (w *watch) own(x *beginning, p *pack, to *target) []*api.ServiceState {
-	own := x.byNode[w.name]
+// patchSize is the approximate memory of a patch, in bytes.
+const patchSize = 300
+
+// onlyLocalDiffers reports whether all nodes have the same view of a service, except that
+// the endpoints on a node are local there.
+func onlyLocalDiffers(state *api.ServiceState) bool {
+	if state.Service.InternalTrafficToLocal || state.Service.ExternalTrafficToLocal {
+		return false
+	}
+	for _, slice := range state.Slices {
+		for i := range slice.Endpoints {
+			if d := slice.Endpoints[i].Details; d != nil && d.Hints != nil {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// addPatches adds the patches of a service for which onlyLocalDiffers is true.
+func (p *pack) addPatches(s *sharedState, view *api.View, who audience) {
+	add := func(list []api.Endpoint, draining bool) {
+		for i := range list {
+			e := &list[i]
+			shared, _ := s.endpoints.wire(e, draining)
+			if e.NodeName == "" || !who.receives(&shared) {
+				continue
+			}
+			own := p.own[e.NodeName]
+			if len(own) == 0 || own[len(own)-1].state != s.state {
+				own = append(own, ownService{state: s.state})
+				p.own[e.NodeName] = own
+			}
+			patch := &own[len(own)-1].patch
+			*patch = append(*patch, setFrame(localv1.Set_EndpointsSet, endpointPath(view.Key(), shared.key), withLocal(shared.value))...)
+		}
+	}
+	add(view.Endpoints, false)
+	add(view.Draining, true)
+}
+
+// own returns the services that may look different to the client than in the pack. The
+// states are those of the beginning.
+func (w *watch) own(x *beginning, p *pack, to *target) []ownService {
+	own := p.own[w.name]
 	if p.zone != to.zone {
-		own = slices.Concat(own, x.byZone[to.zone])
+		own = slices.Clip(own)
+		for _, state := range x.byZone[to.zone] {
+			own = append(own, ownService{state: state})
+		}
 	}
 	return own
 }
@@ -299,14 +362,19 @@ func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
 		w.sendNode(to.node)
 	}
 	w.sender.ops(p.frames...)
-	for _, state := range w.own(x, p, to) {
+	for _, o := range w.own(x, p, to) {
 		if w.sender.err != nil {
 			return
 		}
-		if _, ok := changes[state.Service.Key()]; !ok {
-			for _, frames := range w.patch(x, p, state, to) {
-				w.sender.ops(frames...)
-			}
+		if _, ok := changes[o.state.Service.Key()]; ok {
+			continue
+		}
+		if o.patch != nil {
+			w.sender.ops(o.patch)
+			continue
+		}
+		for _, frames := range w.patch(x, p, o.state, to) {
+			w.sender.ops(frames...)
 		}
 	}
 	w.sendWholes(maps.All(changes), to, true)
@@ -357,10 +425,10 @@ func notIn(list, other []api.Endpoint) []api.Endpoint {
 // view is nil if the client has none.
 func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedName]*api.ServiceState, to *target) map[types.NamespacedName]*wireView {
 	views := map[types.NamespacedName]*wireView{}
-	for _, state := range w.own(x, p, to) {
-		s := x.shared(state)
+	for _, o := range w.own(x, p, to) {
+		s := x.shared(o.state)
 		c := s.classOf(w.name, to.zone, w.frontends)
-		views[state.Service.Key()] = x.marshal(s, c, c.view(x.snapshot.Snapshot, state))
+		views[o.state.Service.Key()] = x.marshal(s, c, c.view(x.snapshot.Snapshot, o.state))
 	}
 	for key, state := range changes {
 		views[key] = w.view(state, to)

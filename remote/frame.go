@@ -21,6 +21,7 @@ const (
 	wholeEndpoints    protowire.Number = 2
 	keyedEndpointKey  protowire.Number = 1
 	keyedEndpointData protowire.Number = 2
+	endpointLocal     protowire.Number = 3
 )
 
 // frame is a marshalled OpItem, encoded as an element of the field Batch of another
@@ -108,4 +109,20 @@ func (c rawCodec) Marshal(v any) (mem.BufferSlice, error) {
 		return r.bytes, nil
 	}
 	return c.CodecV2.Marshal(v)
+}
+
+// withLocal returns the encoding of an endpoint with the field Local. The argument is the
+// encoding without it.
+func withLocal(endpoint []byte) []byte {
+	at := 0
+	for at < len(endpoint) {
+		number, _, size := protowire.ConsumeField(endpoint[at:])
+		if number > endpointLocal {
+			break
+		}
+		at += size
+	}
+	b := append(make([]byte, 0, len(endpoint)+2), endpoint[:at]...)
+	b = protowire.AppendVarint(protowire.AppendTag(b, endpointLocal, protowire.VarintType), 1)
+	return append(b, endpoint[at:]...)
 }

@@ -201,7 +201,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.MaxConcurrentStreams(uint32(s.opts.MaxStreamsPerPeer)),
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16 << 10),
-		grpc.ReadBufferSize(4 << 10),
+		grpc.ReadBufferSize(1 << 10), // requests are short, except the first
 		grpc.SharedWriteBuffer(true), // saves 32 KB per idle connection; newer versions of gRPC do so by default
 		grpc.StaticStreamWindowSize(requestWindow),
 		grpc.StaticConnWindowSize(requestWindow),

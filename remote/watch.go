@@ -31,7 +31,7 @@ type watch struct {
 	// The client requested frontends instead of services and endpoints.
 	frontends bool
 
-	// The client accepts packed operations.
+	// The client accepts packed operations. It also requested batches and tokens.
 	packed bool
 
 	// The client's token and its digests, until the first answer.
@@ -96,7 +96,7 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 		ownNode:   req.GetOwnNode(),
 		frontends: req.GetFrontends(),
 		tokens:    req.GetResumption() != nil,
-		packed:    req.GetPacked() && req.GetResumption() != nil,
+		packed:    req.GetPacked() && req.GetBatches() && req.GetResumption() != nil,
 		resume:    req.GetResume(),
 		have:      req.GetHave(),
 		cursor:    statesOf(s.state.Snapshot()).NewCursor(),

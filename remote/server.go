@@ -113,6 +113,15 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	case opts.TLS != nil && opts.ServeCluster && len(opts.ClusterReaders) == 0:
 		return nil, errors.New("ServeCluster with TLS needs ClusterReaders")
 	}
+	for name, value := range map[string]float64{
+		"MaxConnections": float64(opts.MaxConnections), "MaxConnectionsPerPeer": float64(opts.MaxConnectionsPerPeer),
+		"MaxStreamsPerPeer": float64(opts.MaxStreamsPerPeer), "StreamRate": opts.StreamRate,
+		"SendTimeout": float64(opts.SendTimeout), "ConnectionAge": float64(opts.ConnectionAge), "CacheBytes": float64(opts.CacheBytes),
+	} {
+		if !(value >= 0) { // also if it is NaN
+			return nil, fmt.Errorf("%s is %v, want 0 for the default or a positive value", name, value)
+		}
+	}
 	opts.batchInterval = cmp.Or(opts.batchInterval, 10*time.Millisecond)
 	opts.MaxConnections = cmp.Or(opts.MaxConnections, transport.DefaultMaxConnections)
 	opts.MaxConnectionsPerPeer = cmp.Or(opts.MaxConnectionsPerPeer, transport.DefaultMaxConnectionsPerPeer)

@@ -4,6 +4,7 @@ package remote_test
 
 import (
 	"context"
+	"math"
 	"net/netip"
 	"slices"
 	"testing"
@@ -157,6 +158,14 @@ func TestInvalidOptions(t *testing.T) {
 		"node certificates without TLS":         {NodeCertificates: true},
 		"cluster readers without TLS":           {ServeCluster: true, ClusterReaders: []string{"x"}},
 		"ServeCluster with TLS without readers": {TLS: tlsFiles("x"), ServeCluster: true},
+		"negative connections":                  {MaxConnections: -1},
+		"negative connections of a peer":        {MaxConnectionsPerPeer: -1},
+		"negative streams of a peer":            {MaxStreamsPerPeer: -1},
+		"negative rate":                         {StreamRate: -1},
+		"rate that is not a number":             {StreamRate: math.NaN()},
+		"negative timeout":                      {SendTimeout: -1},
+		"negative age":                          {ConnectionAge: -1},
+		"negative cache":                        {CacheBytes: -1},
 	} {
 		if _, err := remote.NewServer(cluster.New(cluster.Options{Resumable: true}), opts); err == nil {
 			t.Errorf("%s: no error", name)

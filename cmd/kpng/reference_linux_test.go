@@ -288,7 +288,7 @@ func metricsPage(t *testing.T) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	add(always("to-api"), newServerCollector(server))
+	add(always("to-api"), newServerCollector(server, func() (int, float64) { return 0, 0 }))
 	fakehns.Use(t, fakehns.New(fakehns.AllFeatures()))
 	all := append(descriptions(program.Kernelspace()), platformBackends()...)
 	for _, b := range all {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -26,7 +27,7 @@ func TestServerMetrics(t *testing.T) {
 		t.Fatal(err)
 	}
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(newServerCollector(server))
+	registry.MustRegister(newServerCollector(server, (&statuspage.Handler{State: state, Clients: server.Streams}).Behind))
 	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
 		t.Errorf("problems %v, error %v", problems, err)
 	}
@@ -67,7 +68,7 @@ func TestServerMetrics(t *testing.T) {
 	}
 	delete(got, "kpng_server_sent_bytes_total")
 	for name, want := range map[string]float64{
-		"kpng_server_streams": 1, "kpng_server_views_total": 1, "kpng_server_values_total": 1, "kpng_server_refused_total": 0, "kpng_server_stalled_total": 0,
+		"kpng_server_streams": 1, "kpng_server_streams_behind": 0, "kpng_server_behind_seconds": 0, "kpng_server_views_total": 1, "kpng_server_values_total": 1, "kpng_server_refused_total": 0, "kpng_server_stalled_total": 0,
 	} {
 		if value, ok := got[name]; !ok || value != want {
 			t.Errorf("%s is %v, want %v", name, value, want)

@@ -156,6 +156,7 @@ const (
 	maxFailingShown = 20
 	maxPendingShown = 10
 	maxChangesShown = 10
+	maxClientsShown = 20
 )
 
 func printReport(to io.Writer, r *report.Report) error {
@@ -196,6 +197,21 @@ func printReport(to io.Writer, r *report.Report) error {
 		if names := s.PendingServices; len(names) > 0 {
 			w.Flush()
 			fmt.Fprintf(w, "\nPENDING IN %s, NEXT FIRST\n%s\n", orDash(s.Name), strings.Join(names[:min(len(names), maxPendingShown)], "\n"))
+		}
+	}
+	if c := r.Clients; c != nil && len(c.Slowest) > 0 {
+		fmt.Fprintln(w, "\nCLIENT'S NODE\tCLIENT\tCONNECTED\tREVISION\tBEHIND")
+		for _, client := range c.Slowest[:min(len(c.Slowest), maxClientsShown)] {
+			behind := "-"
+			if client.BehindSeconds > 0 {
+				behind = fmt.Sprintf("%.1f s", client.BehindSeconds)
+			}
+			// Clients choose these names.
+			fmt.Fprintf(w, "%.253s\t%.253s\t%s\t%d\t%s\n", orDash(plain.Line(client.Node)), plain.Line(client.Peer), ago(client.Since), client.Revision, behind)
+		}
+		if more := c.Streams - maxClientsShown; more > 0 {
+			w.Flush()
+			fmt.Fprintf(w, "%d more clients\n", more)
 		}
 	}
 	printFailures(w, r)

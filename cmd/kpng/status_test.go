@@ -26,6 +26,9 @@ func TestStatusOfServer(t *testing.T) {
 		return err == nil && strings.Contains(out, "1 nodes, 1 streams; 0 behind")
 	})
 	out := mustExecute(t, "status", "--address", health)
+	if !regexp.MustCompile(`(?m)^CLIENT'S NODE +CLIENT +CONNECTED +REVISION +BEHIND\nhere +unix +\S.* +[1-9][0-9]* +-$`).MatchString(out) {
+		t.Errorf("the status lacks the client:\n%s", out)
+	}
 	for _, want := range []string{"problems   none", "source     manifests " + explained + ": synced, revision ", "CHANGED SERVICE", "default/web"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("the status lacks %q:\n%s", want, out)

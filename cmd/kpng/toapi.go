@@ -131,7 +131,7 @@ func (s *apiServer) run(ctx context.Context, source *command.Source, serving *co
 	page := &statuspage.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(newServerCollector(s.server), command.SourceMetrics(page.SourceState))
+	registry.MustRegister(newServerCollector(s.server, page.Behind), command.SourceMetrics(page.SourceState))
 	return serving.Run(ctx, s.health, registry, func(ctx context.Context) error {
 		listeners, err := s.listen()
 		if err != nil {

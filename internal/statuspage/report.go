@@ -262,6 +262,14 @@ func (h *Handler) clients(p *present, now time.Time) *report.Clients {
 	return c
 }
 
+// Behind returns the number of streams that do not have all changes, and the age in seconds
+// of the oldest change that a stream lacks.
+func (h *Handler) Behind() (streams int, seconds float64) {
+	p := h.present(h.NodeName)
+	c := h.clients(&p, time.Now())
+	return c.Behind, c.BehindSeconds
+}
+
 func (p *present) changes() []report.Change {
 	var changes []report.Change
 	for key, revision := range statesOf(p.snapshot).Latest() {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"maps"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -38,6 +39,8 @@ type ClientOptions struct {
 type Client struct {
 	opts   ClientOptions
 	dialer *transport.Dialer
+
+	fallenBack atomic.Bool
 
 	mu      sync.Mutex
 	views   *revstore.Store[types.NamespacedName, *entry]

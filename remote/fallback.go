@@ -49,7 +49,9 @@ func (c *Client) runWithFallback(ctx context.Context) error {
 			return err
 		}
 		log.Info("No server answers; reading the cluster from the fallback", "after", after)
+		c.fallenBack.Store(true)
 		err := c.fallBack(ctx)
+		c.fallenBack.Store(false)
 		switch {
 		case ctx.Err() != nil:
 			return context.Cause(ctx)
@@ -60,6 +62,10 @@ func (c *Client) runWithFallback(ctx context.Context) error {
 		}
 	}
 }
+
+// UsesFallback reports whether the client reads the cluster itself now, because no server
+// answers.
+func (c *Client) UsesFallback() bool { return c.fallenBack.Load() }
 
 // followServers follows servers. It returns errNoServer when none has answered for the time
 // of the fallback.

@@ -4,13 +4,16 @@ package remote_test
 
 import (
 	"context"
+	"net/http/httptest"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/apitest"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
@@ -60,6 +63,15 @@ func TestClientFallsBackAndReturns(t *testing.T) {
 	if client.Stale() {
 		t.Error("stale")
 	}
+	status := &statuspage.Handler{Client: client}
+	reported := func() bool {
+		page := httptest.NewRecorder()
+		status.ServeHTTP(page, httptest.NewRequest("GET", "/status?output=json", nil))
+		return strings.Contains(page.Body.String(), "reads the API server itself")
+	}
+	if !client.UsesFallback() || !reported() {
+		t.Error("the client and the status page do not report the fallback")
+	}
 	serve(t, state, address, quick)
 	views(3)
 	<-left
@@ -70,6 +82,9 @@ func TestClientFallsBackAndReturns(t *testing.T) {
 	}
 	update(state, func(to apitest.Writer) { to.SetService(plain("new", 1)) })
 	views(4)
+	if client.UsesFallback() || reported() {
+		t.Error("the client and the status page report a fallback that has ended")
+	}
 	if n := uses.Load(); n != 2 {
 		t.Errorf("%d uses of the fallback", n)
 	}

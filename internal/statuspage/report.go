@@ -127,6 +127,9 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 		}
 	}
 	r.Problems = problems(r, p.refused)
+	if h.Client != nil && h.Client.UsesFallback() {
+		r.Problems = append(r.Problems, "no kpng server answers; this program reads the API server itself")
+	}
 	if h.Problems != nil {
 		r.Problems = append(r.Problems, h.Problems()...)
 	}

@@ -36,6 +36,7 @@ type Handler struct {
 	Client interface {
 		Source() sink.Source
 		Stale() bool
+		UsesFallback() bool
 		Refused() map[types.NamespacedName]string
 	}
 	// Health returns the report for health checks.

@@ -95,6 +95,7 @@ func (c *client) Advance(*updates.Update)                  {}
 func (c *client) Reset()                                   {}
 func (c *client) Close()                                   {}
 func (c *client) Stale() bool                              { return false }
+func (c *client) UsesFallback() bool                       { return false }
 func (c *client) Refused() map[types.NamespacedName]string { return c.refused }
 
 // serviceReport has the fields of a report.ServiceReport that the tests read.

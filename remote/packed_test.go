@@ -255,7 +255,7 @@ func TestWaitingClientGetsEmptyMessages(t *testing.T) {
 	client, _ := follow(t, "n", address)
 	stream, end := openStream(t, address)
 	defer end()
-	if err := stream.Send(&localv1.WatchReq{NodeName: "n", Packed: true, Resumption: &localv1.WatchReq_Resume{}}); err != nil {
+	if err := stream.Send(&localv1.WatchReq{NodeName: "n", Batches: true, Packed: true, Resumption: &localv1.WatchReq_Resume{}}); err != nil {
 		t.Fatal(err)
 	}
 	item, err := stream.Recv()
@@ -267,7 +267,7 @@ func TestWaitingClientGetsEmptyMessages(t *testing.T) {
 		if item, err = stream.Recv(); err != nil {
 			t.Fatal(err)
 		}
-		synced = item.GetSync() != nil
+		synced = slices.ContainsFunc(item.GetBatch(), func(i *localv1.OpItem) bool { return i.GetSync() != nil })
 	}
 	for client.Views() == nil {
 		if stream.Context().Err() != nil {

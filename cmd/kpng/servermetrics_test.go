@@ -26,8 +26,9 @@ func TestServerMetrics(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	page := &statuspage.Handler{State: state, Clients: server.Streams}
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(newServerCollector(server, (&statuspage.Handler{State: state, Clients: server.Streams}).Behind))
+	registry.MustRegister(newServerCollector(server, page.Behind))
 	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
 		t.Errorf("problems %v, error %v", problems, err)
 	}
@@ -53,6 +54,7 @@ func TestServerMetrics(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-synced
+	eventually(t, "the client has all changes", func() bool { streams, _ := page.Behind(); return streams == 0 })
 
 	got := map[string]float64{}
 	families, err := registry.Gather()

@@ -50,7 +50,7 @@ var faults = []fault{
 		"a service without endpoints refuses", "a node port of a service without", "external addresses of a service without",
 		"connections are refused if no endpoint", "refuses connections if there are no endpoints"}},
 	{name: "connections without endpoints are neither refused nor dropped", sink: reference.NoVerdicts, failingCases: []string{
-		"the first endpoint gets", "a family without endpoints refuses", "internal policy Local drops", "drops connections from outside"}},
+		"the first endpoint is added", "a family without endpoints refuses", "internal policy Local drops", "drops connections from outside"}},
 	{name: "unknown ports are not handled", sink: reference.UnknownPorts, failingCases: []string{"ports that its service does not have"}},
 	{name: "node ports are served at all addresses", sink: reference.AnyNodePort, failingCases: []string{"loopback addresses", "only at the configured node addresses"}},
 	{name: "node ports are served at one address", sink: reference.FirstNodePort, failingCases: []string{"a node port is served at every"}},

@@ -43,7 +43,7 @@ var clusterIPCases = []testCase{
 		s.publish()
 		s.mustRefuse(s.outside, web.clusterIP())
 	}},
-	{name: "connections succeed after the first endpoint is added, and are refused again after the last endpoint is removed", needs: []Feature{Reject}, run: func(s *scene) {
+	{name: "connections succeed after the first endpoint is added, and are refused again after it is removed", needs: []Feature{Reject}, run: func(s *scene) {
 		web := s.addService("web").withEndpoints()
 		s.publish()
 		s.mustRefuse(s.c, web.clusterIP())

@@ -26,7 +26,7 @@ var rules = []struct {
 			"watcher.TestWantsService",
 			"watcher/kube.TestLabelFlipsAreAddsAndDeletes",
 		}},
-		{"The families are those of spec.ipFamilies or, without", "api.Service.Families", []string{
+		{"The families are those of spec.ipFamilies. Without these,", "api.Service.Families", []string{
 			"nodeview.TestFamilies/ipFamilies determines the families",
 			"api.TestFamilies/those of ipFamilies",
 			"nodeview.TestFamilies/without ipFamilies, the cluster IPs determine the families",
@@ -167,17 +167,17 @@ var rules = []struct {
 			"cluster.TestClaims/an older claim to the whole address wins over all ports",
 			"cluster.TestClaims/a younger claim to the whole address is lost completely",
 		}},
-		{"The other service has no frontend there, which", "namer.frontendFault Unserved", []string{
+		{"A service that loses a claim has no", "namer.frontendFault Unserved", []string{
 			"nodeview.TestLostFrontends/an address and port",
 			"nodeview.TestLostFrontends/a node port, in one family",
 			"nodeview.TestLostFrontends/a whole address",
 			"nodeview.TestLostFrontends/the same port of another protocol is not lost",
 		}},
-		{"When the winner is deleted, the other service", "cluster.Tx.DeleteService", []string{
+		{"When the winner is deleted, the loser gets", "cluster.Tx.DeleteService", []string{
 			"cluster.TestClaimPassesOnWhenWinnerIsDeleted",
 			"feed.TestUpdates/a deleted winner passes its frontend to the next service",
 		}},
-		{"A service that lists an address twice has", "namer.portFrontends sourcesByAddress", []string{
+		{"If a service lists an address twice, it", "namer.portFrontends sourcesByAddress", []string{
 			"nodeview.TestFrontends/an address that is both external and load-balancer IP has one frontend",
 			"nodeview.TestSourceRanges/ranges apply only to load-balancer IPs, by family, and also to those that are external IPs",
 		}},
@@ -189,10 +189,10 @@ var rules = []struct {
 		{"The primary addresses of a node are its", "node/nodeaddr.OfNode", []string{
 			"internal/nodeaddrs.TestPrimaryAddressesComeFromNodeOrDefaultRoutes",
 		}},
-		{"While the node is unknown or has neither", "internal/nodeaddrs.Watcher.publish", []string{
+		{"While the Node object is unknown or has", "internal/nodeaddrs.Watcher.publish", []string{
 			"internal/nodeaddrs.TestPrimaryAddressesComeFromNodeOrDefaultRoutes",
 		}},
-		{"Node ports are served at the primary addresses.", "internal/nodeaddrs.parseSelection internal/nodeaddrs.selection.of", []string{
+		{"Node ports are served at the primary addresses,", "internal/nodeaddrs.parseSelection internal/nodeaddrs.selection.of", []string{
 			"internal/nodeaddrs.TestSelection/no selection means primary",
 			"internal/nodeaddrs.TestSelection/primary and a CIDR select both",
 			"internal/nodeaddrs.TestSelection/a CIDR without addresses selects nothing, also not primary",
@@ -201,7 +201,7 @@ var rules = []struct {
 			"internal/nodeaddrs.TestSelection/a CIDR of all addresses selects neither loopback nor link-local addresses",
 			"internal/nodeaddrs.TestSelection/loopback addresses are selected by a CIDR of them",
 		}},
-		{"The item localhost selects loopback addresses, where sockets", "internal/nodesinks.Node.Localhost", []string{
+		{"The item localhost selects loopback addresses. Sockets of", "internal/nodesinks.Node.Localhost", []string{
 			"backends/userspace.TestLocalhostIgnoresExternalPolicyLocal",
 			"app/program.TestLocalhostNodePortsRunBesideBackends",
 			"conformance/a node port on localhost leads to every ready endpoint, on this node and elsewhere",
@@ -240,7 +240,7 @@ var rules = []struct {
 			"nodeview.TestClusterList/the ready endpoints on all nodes",
 			"nodeview.TestClusterList/if one is ready, no terminating endpoint",
 		}},
-		{"or, if none is ready anywhere, those that", "terminatingFallback decide", []string{
+		{"If no endpoint is ready anywhere, it contains", "terminatingFallback decide", []string{
 			"nodeview.TestClusterList/if none is ready, the serving and terminating endpoints",
 			"nodeview.TestClusterList/the fallback ignores topology",
 			"nodeview.TestClusterList/the fallback is decided for each port",
@@ -252,7 +252,7 @@ var rules = []struct {
 			"nodeview.TestLocalList/the ready endpoints on this node",
 			"nodeview.TestLocalList/if one on this node is ready, no terminating endpoint",
 		}},
-		{"or, if none on this node is ready", "terminatingFallback", []string{
+		{"If no endpoint on this node is ready,", "terminatingFallback", []string{
 			"nodeview.TestLocalList/if none on this node is ready, its serving and terminating endpoints",
 		}},
 		{"Topology has no effect. Without a node name", "localList location.runs", []string{
@@ -273,7 +273,7 @@ var rules = []struct {
 			"nodeview.TestTopology/hints are decided for each port",
 			"nodeview.TestTopology/hints are decided for each family",
 		}},
-		{"Else all ready endpoints are used. Others have", "topology endpointCounts.count", []string{
+		{"Else the list has all ready endpoints. Endpoints", "topology endpointCounts.count", []string{
 			"nodeview.TestTopology/zone hints are ignored if all are for other zones",
 			"nodeview.TestTopology/hints of endpoints that are not ready do not matter",
 		}},
@@ -307,16 +307,6 @@ var rules = []struct {
 			"conformance/connections of this node's pods ignore external policy Local",
 			"conformance/the node's own connections ignore external policy Local",
 		}},
-		{"If the lists of an endpoint are the", "selection.assignLists selection.portScopes scopesOf", []string{
-			"nodeview.TestClusterList/the fallback is decided for each port",
-			"nodeview.TestScopesOf",
-		}},
-		{"PortOverrides have the endpoint's number of each named", "portOverrides", []string{
-			"nodeview.TestPortOverrides/every named port has an override",
-			"nodeview.TestPortOverrides/an unnamed port with a named targetPort has an override of that name",
-			"nodeview.TestPortOverrides/an unnamed port with a numeric targetPort has an override only if the number differs",
-			"api.TestTargetPort",
-		}},
 	}},
 	{"Draining", []rule{
 		{"An endpoint that has a port of the", "selection.assignLists answers", []string{
@@ -332,6 +322,18 @@ var rules = []struct {
 		{"Existing connections to it are kept.", "Existing.All Existing.Has", []string{
 			"nodeview.FuzzView",
 			"conformance/established TCP connections to draining endpoints continue, and new ones use other endpoints",
+		}},
+	}},
+	{"Fields for authors of backends", []rule{
+		{"If the lists of an endpoint are the", "selection.assignLists selection.portScopes scopesOf", []string{
+			"nodeview.TestClusterList/the fallback is decided for each port",
+			"nodeview.TestScopesOf",
+		}},
+		{"PortOverrides map service ports to port numbers of", "portOverrides", []string{
+			"nodeview.TestPortOverrides/every named port has an override",
+			"nodeview.TestPortOverrides/an unnamed port with a named targetPort has an override of that name",
+			"nodeview.TestPortOverrides/an unnamed port with a numeric targetPort has an override only if the number differs",
+			"api.TestTargetPort",
 		}},
 	}},
 	{"Verdict for an empty list", []rule{
@@ -360,7 +362,7 @@ var rules = []struct {
 			"watcher.TestServiceConversion/source ranges are trimmed, masked and applied to the load-balancer IPs",
 			"watcher.TestServiceConversion/if all source ranges are invalid, no source is admitted",
 		}},
-		{"Without traffic parameters, ranges apply to the frontends", "watcher.sourceRanges sourcesByAddress", []string{
+		{"Without traffic parameters, ranges apply only at load-balancer", "watcher.sourceRanges sourcesByAddress", []string{
 			"nodeview.TestSourceRanges/ranges apply only to load-balancer IPs, by family, and also to those that are external IPs",
 			"nodeview.TestSourceRanges/ranges apply to a cluster IP that is also a load-balancer IP",
 			"nodeview.TestSourceRanges/without ranges all sources are admitted",
@@ -430,7 +432,7 @@ var rules = []struct {
 			"nodeview.TestWeights",
 			"backends/ovs.TestWeightsDecideShares",
 		}},
-		{"A change of weights changes the view, and", "listID", []string{
+		{"A change of weights changes the view, but", "listID", []string{
 			"nodeview.TestWeightsChangeNoListIDs",
 		}},
 		{"Stable hashing: all nodes with the same list", "maglev.Table", []string{
@@ -466,7 +468,7 @@ var rules = []struct {
 			"conformance/a UDP flow stops when its service loses its last endpoint, and resumes when the service gets an endpoint",
 			"conformance/a UDP flow through a deleted service no longer reaches its endpoints",
 		}},
-		{"TCP: an untranslated entry whose SYN has no", "internal/conntrack.comparison.makesStale", []string{
+		{"TCP: an entry that bypassed a service and", "internal/conntrack.comparison.makesStale", []string{
 			"internal/conntrack.TestStaleConnectionsAreDeleted/a TCP connection started before its service existed",
 			"internal/conntrack.TestStaleConnectionsAreDeleted/a TCP connection started before its service had an endpoint",
 			"internal/conntrack.TestTCPConnectionStartedBeforeItsServiceIsEstablished",

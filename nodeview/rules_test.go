@@ -33,7 +33,7 @@ var rules = []struct {
 			"nodeview.TestFamilies/without either, a headless service has the families of its external IPs",
 			"nodeview.TestFamilies/without either, a service that is not headless has none",
 		}},
-		{"As in kube-proxy, numbers with leading zeros in", "watcher.parseAddr api.IPSet.Add", []string{
+		{"Numbers with leading zeros in addresses are decimal,", "watcher.parseAddr api.IPSet.Add", []string{
 			"watcher.TestServiceConversion/numbers of addresses may have leading zeros",
 			"watcher.TestServiceConversion/mapped IPv4 addresses are IPv4 addresses",
 			"watcher.TestServiceConversion/invalid addresses are omitted, empty ones without a report",
@@ -570,7 +570,7 @@ var rules = []struct {
 		{"Refusing a service costs neither time nor memory", "internal/elements.OfState", []string{
 			"cluster.TestRefusingCostsNothing",
 		}},
-		{"The limit of a server protects its clients.", "remote.entry.limit", []string{
+		{"A client of a server also refuses a", "remote.entry.limit", []string{
 			"remote.TestClientKeepsLastAcceptedView",
 		}},
 	}},

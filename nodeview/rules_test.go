@@ -389,10 +389,10 @@ var rules = []struct {
 		{"At an external frontend with policy Cluster, every", "masquerade", []string{
 			"nodeview.TestMasquerade/external policy Cluster: all sources",
 		}},
-		{"At an external frontend with policy Local, only", "masquerade", []string{
+		{"At an external frontend with policy Local, short-circuited", "masquerade", []string{
 			"nodeview.TestMasquerade/external policy Local: only the node's own traffic",
 		}},
-		{"At a cluster IP, the backend's options decide", "masquerade", []string{
+		{"At a cluster IP, the backend's options select", "masquerade", []string{
 			"nodeview.TestMasquerade/cluster IPs: only if the backend requests it, with any policy",
 		}},
 		{"Marks, sets and chains do not conflict with", "backends/nftables.Options.complete", []string{
@@ -419,7 +419,7 @@ var rules = []struct {
 			"internal/parameters.TestServiceAnnotations",
 			"internal/parameters.TestWeightAnnotations",
 		}},
-		{"Refused ranges become the ranges of all other", "internal/parameters.AllExcept", []string{
+		{"kpng turns refused ranges into admitted ones: all", "internal/parameters.AllExcept", []string{
 			"internal/parameters.TestAllExceptContainsTheOtherAddresses",
 		}},
 		{"With scope all, source ranges apply to all", "watcher.sourceRanges sourcesByAddress", []string{
@@ -546,7 +546,7 @@ var rules = []struct {
 		}},
 	}},
 	{"Services that are too large", []rule{
-		{"If the Service object needs more elements than", "cluster.State.settle", []string{
+		{"If the last accepted Service object needs fewer", "cluster.State.settle", []string{
 			"cluster.TestTooLargeServiceKeepsItsLastAcceptedVersion/ports too many are refused, and the last accepted version stays",
 			"cluster.TestTooLargeServiceKeepsItsLastAcceptedVersion/the last accepted version gets the present slices",
 		}},

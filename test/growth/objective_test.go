@@ -28,7 +28,7 @@ var (
 	objectiveLimit    = flag.Duration("objective-limit", 0, "the `time` within which TestObjective requires 99 % of changes; 0 means that it only reports them")
 )
 
-// TestObjective measures the network programming objective of docs/operate/observe.md with
+// TestObjective measures the network programming objective of docs/history/benchmarks.md with
 // packets. It changes EndpointSlices of probe services, each of which has an endpoint that is
 // ready or not ready. A change lasts from the write of the watch event until a connection to
 // the service is accepted, if the endpoint becomes ready, or refused. Meanwhile kpng makes

@@ -140,7 +140,7 @@ go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -hist
 			Command: "cd test; go test -v -count=1 -timeout 3h ./growth -scale 8",
 		},
 		{
-			Name: "objective", About: "the [network programming objective](../operate/observe.md#network-programming-objective), for an hour", Limit: 90 * time.Minute, Long: true,
+			Name: "objective", About: "the [network programming objective](benchmarks.md#the-network-programming-objective), for an hour", Limit: 90 * time.Minute, Long: true,
 			Command: "cd test; go test -v -count=1 -timeout 90m -run Objective ./growth -objective-for 1h -objective-services 100000 -objective-passes 5m -objective-limit 10ms",
 		},
 		{

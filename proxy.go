@@ -42,9 +42,10 @@ type Options struct {
 	// Manifests is a file or folder of Kubernetes manifests. The library reads it instead
 	// of an API server and follows its changes.
 	Manifests string
-	// Source is a source of your own: a function that writes the services, slices and nodes to
-	// state until ctx ends, and calls state.SetSynced when it has written all of them. If it
-	// returns an error earlier, Run returns that error. The options Services do not apply.
+	// Source is a source of your own: a function that writes the services, slices and
+	// nodes to state until ctx ends, and calls state.SetSynced when it has written all of
+	// them. If it returns an error earlier, Run returns that error. Run then ignores
+	// Options.Services.
 	Source func(ctx context.Context, state *cluster.State) error
 
 	// Services selects the services to proxy, and the labels and annotations to keep. The
@@ -165,8 +166,8 @@ func named(sinks []Sink) ([]Sink, error) {
 	return sinks, nil
 }
 
-// same reports whether two sinks are one pointer. Pointers to values without a state may be
-// equal, because they have size 0.
+// same reports whether a and b are the same pointer. For pointers to values of size 0,
+// it returns false, because Go does not distinguish such pointers.
 func same(a, b sink.Sink) bool {
 	t := reflect.TypeOf(a)
 	return t != nil && t.Kind() == reflect.Pointer && t.Elem().Size() > 0 && a == b
@@ -187,7 +188,8 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 }
 
 // Run drives the sinks until ctx ends and then returns nil. If Options.Once is set for
-// all sinks, it returns nil when all are done. If ctx ends first, it returns ctx's cause.
+// all sinks, it returns nil when all sinks are done, or the cause of ctx if ctx ends
+// first.
 //
 // Run returns an error if a sink cannot start. If the manifests cannot be read at the
 // start, it starts no sink and returns an error. With Once, it also returns an error if
@@ -294,7 +296,7 @@ func (p *Proxy) Health() health.Report {
 	var node *api.Node
 	if p.state.IsSynced() {
 		if node, _ = p.state.Snapshot().Nodes.Get(p.nodeName); node == nil && p.files && !p.nodeKnown.Load() {
-			node = &api.Node{Name: p.nodeName} // manifests may contain no Nodes
+			node = &api.Node{Name: p.nodeName} // not an error: manifests need not contain Nodes
 		}
 	}
 	return health.Of(p.Status(), node)

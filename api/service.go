@@ -56,8 +56,9 @@ type Service struct {
 
 	// UID distinguishes a service from a deleted service with the same name.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. Two services may claim the same address and
-	// port as the same kind of address, such as external IP. Then the older service wins.
+	// Created is metadata.creationTimestamp. If two services claim the same port of an
+	// address, and both claim it as the same kind of address (for example, external IP),
+	// the older service wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies is spec.ipFamilies: the service's IP families, the preferred family first.
 	// If it is empty, the method Families uses the families of the service's IPs.
@@ -89,14 +90,16 @@ type ServiceIPs struct {
 	ProxiedIPs IPSet `json:",omitzero"`
 }
 
-// Algorithm is a way to choose the endpoint of a new connection. All algorithms respect
-// session affinity, which comes first, and the weights of endpoints. Its values are the
-// numbers in kpng's messages.
+// Algorithm is a way to choose the endpoint of a new connection. Session affinity takes
+// precedence over all algorithms. All algorithms respect the weights of endpoints. The
+// constants have the same numbers as in kpng's messages.
 type Algorithm int32
 
-// The algorithms. Stable hashing (see package maglev) chooses by the client's address, or by
-// its address and port. All nodes with the same list of endpoints choose the same endpoint.
-// When an endpoint is added or removed, few other clients get another endpoint.
+// The algorithms. HashClient and HashConnection are stable hashing (see package
+// maglev): HashClient hashes the client's address, and HashConnection hashes its
+// address and port. All nodes with the same list of endpoints choose the same endpoint.
+// When an endpoint is added or removed, few clients of the remaining endpoints get
+// another endpoint.
 const (
 	Random         Algorithm = 0
 	HashClient     Algorithm = 1
@@ -126,8 +129,8 @@ func (a *Algorithm) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// Protocol is a transport protocol. Its values are the numbers in kpng's messages. The
-// method Number returns IANA's numbers.
+// Protocol is a transport protocol. The constants have the same numbers as in kpng's
+// messages. The method Number returns IANA's numbers.
 type Protocol int32
 
 // The protocols. UnknownProtocol stands for protocols that this version of kpng does not

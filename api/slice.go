@@ -45,8 +45,9 @@ type EndpointPort struct {
 // SliceEndpoint is one endpoint of a slice.
 type SliceEndpoint struct {
 	Addr netip.Addr
-	// Details are nil if all of them are zero. Many endpoints share them, so that a large
-	// cluster needs little memory: they are immutable. The method Value accepts nil.
+	// Details is nil if all its fields would be zero. To save memory, many endpoints
+	// share one EndpointDetails, which is therefore immutable. The method Value accepts
+	// nil.
 	Details *EndpointDetails `json:",omitempty"`
 	// Weight is the endpoint's share of new connections, relative to other endpoints: 1 to
 	// 65535. 0 means [DefaultWeight]. For the weight zero, see Conditions.Drain.
@@ -86,8 +87,8 @@ type Conditions struct {
 	Serving bool `json:",omitempty"`
 	// Terminating reports whether the endpoint is being stopped.
 	Terminating bool `json:",omitempty"`
-	// Drain reports whether the endpoint gets no new connections because its weight is zero.
-	// It keeps existing connections.
+	// Drain reports whether the endpoint's weight is zero. Such an endpoint gets no new
+	// connections, but keeps existing ones.
 	Drain bool `json:",omitempty"`
 }
 

@@ -15,8 +15,8 @@ type ServiceState struct {
 	Service *Service `json:",omitempty"`
 	// Slices are the service's EndpointSlices, sorted by name.
 	Slices []*EndpointSlice `json:",omitempty"`
-	// Lost has the service's claims that another service owns, in sorted order. The winners
-	// are empty in a cluster.State.
+	// Lost has the service's claims that another service owns, in sorted order. Their
+	// field Winner is empty in a cluster.State.
 	Lost []LostClaim `json:",omitempty"`
 }
 
@@ -36,8 +36,8 @@ type Claim struct {
 // service owns the claim.
 type LostClaim struct {
 	Claim
-	// Winner is the owner, if it is known. Later, another service may own the claim: a view
-	// does not change if only the winner changes.
+	// Winner is the owner, if it is known. It may be out of date, because a view does not
+	// change if only the winner changes.
 	Winner types.NamespacedName `json:",omitzero"`
 }
 

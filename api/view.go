@@ -122,8 +122,8 @@ type Scopes struct {
 	// Internal is true if the endpoint is on the list for traffic to cluster IPs. The list
 	// depends on internalTrafficPolicy.
 	Internal bool `json:",omitempty"`
-	// External is true if the endpoint is on the list for external frontends (external IPs,
-	// load-balancer IPs and node ports), which depends on externalTrafficPolicy.
+	// External is true if the endpoint is on the list for external frontends: external
+	// IPs, load-balancer IPs and node ports. The list depends on externalTrafficPolicy.
 	External bool `json:",omitempty"`
 	// Cluster is true if the endpoint is on the list for traffic from this node to external
 	// frontends of a service with externalTrafficPolicy Local.

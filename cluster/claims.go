@@ -23,10 +23,11 @@ type claims struct {
 	// tree is sorted by claim, then rank, then age. So the claims to one frontend are
 	// adjacent. The first of them owns the frontend, unless a service owns the whole address.
 	tree *btree.BTreeG[packed]
-	// byPrecedence has the claims that have an address, sorted by address, rank and age. It
-	// matters only for an address that a service claims as a whole: if the first claim at this
-	// address is to the whole address, its service owns the address and all ports. Otherwise
-	// no service owns the whole address. It is nil until a service claims a whole address.
+	// byPrecedence has the claims to addresses, without those to node ports, sorted by
+	// address, rank and age. It decides whether a service owns a whole address: if the
+	// first claim at an address is a claim to the whole address, its service owns the
+	// address and all its ports. Otherwise no service owns the whole address.
+	// byPrecedence is nil until a service claims a whole address.
 	byPrecedence *btree.BTreeG[packed]
 }
 
@@ -56,7 +57,8 @@ type claim struct {
 	claimant *api.Service
 }
 
-// packed is a claim in the smaller form of the trees, which have a claim for each frontend.
+// packed is a claim in a compact form. The trees use it, because they have a claim for
+// each frontend.
 type packed struct {
 	high, low uint64 // the address
 	port      int32
@@ -202,7 +204,7 @@ func (c *claims) outcome(cl claim) outcome { return outcome{cl, c.owner(cl.Claim
 // all claims that other services have won or lost.
 func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed bool) {
 	before, after := claimsOf(old), claimsOf(new)
-	if len(before) == 0 && c.unclaimed(after) { // so for nearly all services of an initial list
+	if len(before) == 0 && c.unclaimed(after) { // true for nearly all services of an initial list
 		for _, cl := range after {
 			c.insert(claim{cl, new})
 		}
@@ -286,7 +288,7 @@ func (c *claims) delete(cl claim) {
 	p := cl.packed()
 	c.tree.Delete(p)
 	if c.byPrecedence != nil {
-		c.byPrecedence.Delete(p) // it does not have claims of node ports
+		c.byPrecedence.Delete(p) // byPrecedence has no claims to node ports
 	}
 }
 
@@ -333,8 +335,9 @@ func (c *claims) firstAt(ip netip.Addr) (claim, bool) {
 	return from(c.byPrecedence, ranked{Claim: api.Claim{IP: ip}}), true
 }
 
-// owner returns the owner of a claim. For a claim to a whole address that no service owns,
-// it returns the service that prevents this.
+// owner returns the owner of a claim. For a claim to a whole address, it returns the
+// service whose claim has the best precedence at this address, even if that claim is to
+// a single port.
 func (c *claims) owner(cl api.Claim) *api.Service {
 	if best, ok := c.firstAt(cl.IP); ok && (claimsAddress(best.Claim) || claimsAddress(cl)) {
 		return best.claimant
@@ -343,13 +346,15 @@ func (c *claims) owner(cl api.Claim) *api.Service {
 	return best.claimant
 }
 
-// ownership is the owner of a claim at some time. It is the zero value if there was none.
+// ownership says who owned a claim at some time. The field by is the claim of the
+// owner, or zero if there was no owner.
 type ownership struct {
 	claim api.Claim
 	by    claim
 }
 
-// owners returns the present ownership of all given claims, and of the whole addresses.
+// owners returns the present ownership of all given claims, and of the whole addresses
+// of these claims.
 func (c *claims) owners(lists ...[]ranked) []ownership {
 	var all []ownership
 	var seen distinct.Set[api.Claim]
@@ -373,8 +378,8 @@ func (c *claims) owners(lists ...[]ranked) []ownership {
 	return all
 }
 
-// flipped compares an earlier ownership with the present one. It returns the claims that
-// services, except one, have won or lost since then.
+// flipped compares an earlier ownership with the present one. It returns the claims
+// that services have won or lost since then, without those of the service except.
 func (c *claims) flipped(was ownership, except *api.Service) (list []claim) {
 	now, _ := c.first(was.claim)
 	if claimsAddress(was.claim) {

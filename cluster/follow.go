@@ -18,10 +18,10 @@ import (
 // Change is the old and the new joined state of one service. A missing state is nil.
 type Change = diffstore.Change[types.NamespacedName, *api.ServiceState]
 
-// Follow calls f until ctx ends: when the state is synced, and after changes. It calls f with
-// the latest snapshot, and the services that changed since the last call, in any order. In
-// the first call, they are all services of the snapshot. Several Updates may cause one call.
-// f may write to another State.
+// Follow calls f when the state is synced, and then after changes, until ctx ends. The
+// argument snapshot is the latest snapshot. The argument changes yields the services
+// that changed since the last call, in any order; in the first call, all services of
+// the snapshot. Several Updates may cause only one call. f may write to another State.
 func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes iter.Seq[Change])) {
 	cursor := s.states.NewCursor()
 	defer cursor.Close()
@@ -57,12 +57,13 @@ func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes i
 	}
 }
 
-// Merge keeps out equal to the merged services of several states until ctx ends. For each
-// service that changes in a state, it calls merge with the latest snapshots of all states,
-// and writes the result: a Service, or nil if out must not have it, and its EndpointSlices. A
-// snapshot is nil until its state is synced. If a state becomes stale, or is no longer stale,
-// Merge calls merge for all its services. Calls do not overlap. merge must not modify the
-// objects in snapshots. Snapshot.Refused of out also has the reasons of the states.
+// Merge keeps out equal to the merged services of several states until ctx ends. For
+// each service that changes in a state, it calls merge with the latest snapshots of all
+// states, and writes the result: a Service, or nil if out must not have it, and its
+// EndpointSlices. A snapshot is nil until its state is synced. If a state becomes
+// stale, or is no longer stale, Merge calls merge for all services of this state. Calls
+// do not overlap. merge must not modify the objects in snapshots. Snapshot.Refused of
+// out also contains the reasons in Snapshot.Refused of these states.
 //
 // The nodes of out are those of the first state. Merge marks out as synced when all states
 // are synced. Nothing else may write to out.
@@ -123,7 +124,7 @@ func Merge(ctx context.Context, out *State, merge func(key types.NamespacedName,
 	running.Wait()
 }
 
-// reasonsFor joins the different reasons of snapshots for a service.
+// reasonsFor joins the reasons that snapshots have for a service, without duplicates.
 func reasonsFor(key types.NamespacedName, in []*Snapshot) string {
 	var texts []string
 	for _, snapshot := range in {

@@ -19,27 +19,28 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// refused has the services that exceed Options.MaxElements, and the invalid fields that the
-// source ignores. State.mu guards the fields.
+// refused has the services that exceed Options.MaxElements, and descriptions of the
+// invalid fields that the source ignores. State.mu guards the fields.
 type refused struct {
-	// wanted has the objects of the source for each refused service, which differ from the
-	// joined state.
+	// wanted has, for each service that is too large, the objects that the source has.
+	// The joined state has others.
 	wanted map[types.NamespacedName]api.ServiceState
-	// sizes has the same keys. Its values say how much too large a service is.
+	// sizes has the same keys. Its values say by how much a service exceeds the limit.
 	sizes map[types.NamespacedName]string
-	// invalid describes the ignored fields by service and by the name of the EndpointSlice,
-	// which is "" for the Service.
+	// invalid maps a service, and then the name of an EndpointSlice, to a description of
+	// the ignored fields. For the Service object, the name is "".
 	invalid map[types.NamespacedName]map[string]string
 	// merged has the reasons of the states that [Merge] reads.
 	merged map[types.NamespacedName]string
 	// reasons has the reasons of existing services. Readers see it in snapshots.
 	reasons *revstore.Store[types.NamespacedName, string]
-	// touched has the reasons before the present Update for services that it may refuse or
-	// accept.
+	// touched has the services that the present Update may refuse or accept, with their
+	// reasons before the Update.
 	touched map[types.NamespacedName]reason
 }
 
-// reason says why a service is refused, or a part of it. It is zero for other services.
+// reason says why a service, or a part of it, is refused. It is zero if nothing is
+// refused.
 type reason struct{ size, invalid, merged string }
 
 func (r reason) String() string {
@@ -92,15 +93,15 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 // settle accepts or refuses the objects that the source has for a service, and updates the
 // joined state. Options.MaxElements describes the rules.
 func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
-	delete(s.own, key) // s.refused may keep the list of slices, too
+	delete(s.own, key) // s.refused may keep the list of slices, so no later write may modify it
 	targets, accepted, tooLarge := targetsOf(want.Slices), want, ""
 	size := elements.Of(want.Service, targets)
 	if err := size.Check(s.opts.MaxElements); err != nil {
 		last := s.lastAccepted(key)
 		if last != nil && last.UID != want.Service.UID {
-			last = nil // a deleted object of the same name
+			last = nil // another object with the same name, which was deleted
 		}
-		smallest := elements.Of(want.Service, 2) // a slice with one endpoint
+		smallest := elements.Of(want.Service, 2) // an EndpointSlice and its only endpoint
 		if smallest.Check(s.opts.MaxElements) != nil || last != nil && size.Total() > elements.Of(last, targets).Total() {
 			accepted.Service = last
 		}
@@ -119,9 +120,9 @@ func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 	s.accept(key, accepted)
 }
 
-// lastAccepted returns the accepted version of a Service before the present Update. Until
-// the state is synced, no reader has any service, so the result is nil. Otherwise it would
-// depend on the order of the objects in a listing.
+// lastAccepted returns the accepted version of a Service before the present Update.
+// Until the state is synced, no reader has any service, so the result is nil. Otherwise
+// the result would depend on the order of the objects in a listing.
 func (s *State) lastAccepted(key types.NamespacedName) *api.Service {
 	if !s.IsSynced() {
 		return nil
@@ -133,8 +134,8 @@ func (s *State) lastAccepted(key types.NamespacedName) *api.Service {
 	return nil
 }
 
-// fitting returns the first slices with which the service has at most limit elements. The
-// last one may have only a part of its endpoints.
+// fitting returns the first slices with which the service has at most limit elements.
+// The last slice of the result may have only a part of its endpoints.
 func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.EndpointSlice {
 	each := elements.Of(service, 1).Targets
 	if each == 0 {
@@ -158,8 +159,8 @@ func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.
 	return list
 }
 
-// setSize records that the wanted objects of a service are too large, or accepted if size
-// is "".
+// setSize records why the wanted objects of a service are too large. If size is "", it
+// records that they are accepted.
 func (s *State) setSize(key types.NamespacedName, want api.ServiceState, size string) {
 	r := &s.refused
 	if _, was := r.wanted[key]; !was && size == "" {
@@ -214,7 +215,7 @@ func (s *State) forgetInvalidSlice(key types.NamespacedName, new *api.EndpointSl
 	}
 }
 
-// setMerged records the reasons of the states that Merge reads.
+// setMerged records the reasons for a service in the states that Merge reads.
 func (s *State) setMerged(key types.NamespacedName, text string) {
 	if text == s.refused.merged[key] {
 		return
@@ -232,8 +233,8 @@ func (s *State) touch(key types.NamespacedName) {
 	}
 }
 
-// reason returns why a service is refused. It names only one object with invalid fields,
-// because a service may have many.
+// reason returns why a service is refused. It names only one object with invalid
+// fields, because many objects of the service may have some.
 func (s *State) reason(key types.NamespacedName) reason {
 	now := reason{size: s.refused.sizes[key], merged: s.refused.merged[key]}
 	objects := s.refused.invalid[key]
@@ -281,7 +282,8 @@ func (s *State) verdicts() []verdict {
 const maxLogged = 10
 
 // report logs services that are newly too large, or small enough again, and calls
-// Options.OnRefused. Sources log invalid fields. The caller does not hold s.mu.
+// Options.OnRefused. It does not log invalid fields, because sources do. The caller
+// must not hold s.mu.
 func (s *State) report(list []verdict) {
 	log, changed := klog.Background(), 0
 	for _, v := range list {

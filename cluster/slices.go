@@ -11,8 +11,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// sliceIndex has all slices, sorted by namespace and name. It finds the service of a
-// slice whose label has changed or that is deleted. State.mu guards it.
+// sliceIndex has all slices, sorted by namespace and name. When the label of a slice
+// changes, or the slice is deleted, it still has the old slice, which names the
+// previous service. State.mu guards it.
 type sliceIndex struct {
 	tree *btree.BTreeG[*api.EndpointSlice]
 }

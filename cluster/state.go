@@ -27,9 +27,10 @@ type State struct {
 	// service, its slices or its lost claims change.
 	states *revstore.Store[types.NamespacedName, *api.ServiceState]
 	slices sliceIndex
-	// own has the services with long lists of slices that no snapshot contains, so that a write
-	// may modify them, and their numbers of slices and endpoints. Otherwise listing many slices of
-	// one service would copy its list, and count its endpoints, each time.
+	// own has the services whose long list of slices is in no snapshot, so that writes
+	// may modify the list. Its values are the results of targetsOf. Without own, each
+	// slice in a listing would cost a copy of its service's list, and a count of the
+	// endpoints.
 	own     map[types.NamespacedName]int
 	nodes   *revstore.Store[string, *api.Node]
 	claims  claims
@@ -78,17 +79,18 @@ type Options struct {
 	// revision. Without Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
 
-	// MaxElements limits the elements of a service: its addresses × ports, its endpoints ×
-	// ports, and its source ranges. A node port counts once for each family, and an
-	// EndpointSlice as one more endpoint. A larger service is
-	// refused. If its last accepted Service object needs fewer elements, that object stays.
-	// The service has the first endpoints that fit, in the order of the EndpointSlices'
-	// names. If not even one endpoint fits, and no version of the Service object was accepted,
-	// the service is absent. As soon as the whole service fits, it is accepted.
-	// Default: 1,000,000.
+	// MaxElements limits the elements of a service: the sum of its addresses × ports, its
+	// endpoints × ports, and its source ranges. A node port counts once for each family,
+	// and an EndpointSlice counts as one more endpoint. The state refuses a larger
+	// service, as follows. If the last accepted Service object needs fewer elements, the
+	// state keeps that object. The service gets the first endpoints that fit, in the
+	// order of the EndpointSlices' names. If not even one endpoint fits, and no version
+	// of the Service object was accepted, the service is absent. As soon as the whole
+	// service fits, the state accepts it. Default: 1,000,000.
 	MaxElements int
-	// OnRefused, if set, is called after an Update for each service that the Update made too
-	// large, or that has other invalid fields than before. It must not block. It may call the methods of the State.
+	// OnRefused, if set, is called after an Update for each service that became too large
+	// in the Update, or whose invalid fields changed. It must not block. It may call the
+	// methods of the State.
 	OnRefused func(key types.NamespacedName, reason error)
 }
 
@@ -228,9 +230,9 @@ func (s *State) Changed(since uint64) <-chan struct{} {
 	return p.changed
 }
 
-// Snapshot returns the state after the last Update that has ended. It does not wait for a
-// running Update. A call is cheap, and it is free if the state has not changed since the
-// last call.
+// Snapshot returns the state after the last Update that has ended. It does not wait for
+// a running Update. A call is cheap. If the state has not changed since the last call,
+// it returns the same snapshot.
 func (s *State) Snapshot() *Snapshot {
 	p := &s.published
 	p.mu.Lock()
@@ -247,7 +249,7 @@ func (s *State) Snapshot() *Snapshot {
 	return snapshot
 }
 
-// unlock unlocks s.mu, and wakes readers that wait for that.
+// unlock unlocks s.mu, and wakes readers that wait for the end of an Update.
 func (s *State) unlock() {
 	s.mu.Unlock()
 	s.published.mu.Lock()
@@ -261,8 +263,8 @@ func (p *published) get() (*Snapshot, *Objects) {
 	return p.snapshot, p.objects
 }
 
-// publish makes the snapshots that readers get until the next commit, unless they exist. The
-// caller holds s.mu.
+// publish returns the snapshots that readers get until the next commit, and makes them
+// if they do not exist yet. The caller holds s.mu.
 func (s *State) publish() (*Snapshot, *Objects) {
 	snapshot, objects := s.published.get()
 	if snapshot == nil {
@@ -295,9 +297,9 @@ func public[K, V any](s *revstore.Snapshot[K, V]) *diffstore.Snapshot[K, V] {
 	return (*diffstore.Snapshot[K, V])(s)
 }
 
-// Objects returns the same state as Snapshot with its objects. Unless the state is
-// resumable, the first call counts as a change, and takes time in proportion to the number
-// of objects.
+// Objects is like Snapshot, but its result also has the services and slices as separate
+// objects. Unless Options.Resumable is set, the first call counts as a change of the
+// state, and takes time in proportion to the number of objects.
 func (s *State) Objects() *Objects {
 	if _, objects := s.published.get(); objects != nil {
 		return objects
@@ -343,8 +345,8 @@ func (s *State) setLost(outcomes []outcome) {
 	}
 }
 
-// updateLost returns the sorted lost claims of a service, updated by these outcomes, which
-// are sorted by claim.
+// updateLost returns the lost claims of a service after outcomes. The arguments and the
+// result are sorted by claim.
 func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	var updated []api.LostClaim
 	for i, o := range outcomes {
@@ -445,10 +447,10 @@ func (s *State) splice(key types.NamespacedName, want api.ServiceState, i, next 
 	s.setState(key, want)
 }
 
-// few is the number of slices up to which a list of slices is always copied.
+// few is the greatest length of a list of slices that splice always copies.
 const few = 8
 
-// targetsOf returns the number of slices and their endpoints.
+// targetsOf returns the number of slices plus the number of their endpoints.
 func targetsOf(list []*api.EndpointSlice) int {
 	n := len(list)
 	for _, slice := range list {
@@ -526,8 +528,9 @@ type Snapshot struct {
 	// States has the joined state of each service, with the revision of its last change.
 	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
 	Nodes  *diffstore.Snapshot[string, *api.Node]
-	// Refused has the reasons why services are refused (see [Options.MaxElements]), and the
-	// invalid fields of services that are served without them (see [Tx.SetServiceProblems]).
+	// Refused maps a service to the reasons why it is refused (see
+	// [Options.MaxElements]), and to a description of the invalid fields that the source
+	// ignores (see [Tx.SetServiceProblems]).
 	Refused *diffstore.Snapshot[types.NamespacedName, string]
 	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
@@ -573,9 +576,9 @@ func (tx *Tx) DeleteService(key types.NamespacedName) {
 	tx.s.setService(key, nil)
 }
 
-// SetServiceProblems records the errors of fields of a service that the source ignores. It
-// comes after SetService in the same Update. The errors are in Snapshot.Refused until the
-// service is set again or deleted.
+// SetServiceProblems records an error for each field of a service that the source
+// ignores. Call it after SetService, in the same Update. The errors are in
+// Snapshot.Refused until the service is set again or deleted.
 func (tx *Tx) SetServiceProblems(key types.NamespacedName, problems []error) {
 	tx.s.setInvalid(key, "", problems)
 }
@@ -595,8 +598,8 @@ func (tx *Tx) DeleteSlice(key types.NamespacedName) {
 	tx.s.deleteSlice(key)
 }
 
-// SetSliceProblems is like SetServiceProblems for a slice. It does nothing if the slice does
-// not exist. The errors are those of the slice's service.
+// SetSliceProblems is like SetServiceProblems for a slice. It does nothing if the slice
+// does not exist. Snapshot.Refused has the errors for the service of the slice.
 func (tx *Tx) SetSliceProblems(key types.NamespacedName, problems []error) {
 	if len(problems) == 0 {
 		return

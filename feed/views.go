@@ -8,7 +8,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// maxRecent limits the size of the services in one generation of views.
+// maxRecent limits the total size of the services in one generation of views.
 const maxRecent = 4096
 
 // The type views computes the views of one node for several feeds, and keeps recent
@@ -22,8 +22,9 @@ type views struct {
 	size            int // size of the services in recent
 }
 
-// lazyView computes a view in the first call. No lock of views is held meanwhile, so that a
-// large view delays no feed that does not need it.
+// lazyView computes a view in the first call, and returns it in each call. The
+// computation does not hold the lock of views, so a large view delays only the feeds
+// that need it.
 type lazyView func() *api.View
 
 // The method of returns a node's view of a service. The name of the node must be the same

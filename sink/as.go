@@ -5,12 +5,13 @@ package sink
 // As finds a T in s, which usually is an interface such as [Cleaner]. It returns s if s is a
 // T. Otherwise it continues with the sink that s wraps, and so on.
 //
-// A sink that wraps another sink has the method Unwrap() Sink, which returns the other sink
-// or nil. So the wrapper need not forward the optional methods of the other sink: As finds
-// those of the interfaces in this package, and those for flags and metrics (see package
-// app). A wrapper that changes one of these methods implements it, and uses As to call the
-// method of the other sink. [FullStateOf] and [Events] wrap their arguments in the same way.
-// Unwrap may also have the result type any, if the other value is not a sink.
+// A sink that wraps another sink has the method Unwrap() Sink, which returns the other
+// sink or nil. So the wrapper need not forward the optional methods of the other sink:
+// As finds those of the interfaces in this package, and those for flags and metrics
+// (see package app). A wrapper that changes one of these methods implements it, and
+// uses As to call the method of the other sink. [FullStateOf] and [Events] wrap their
+// arguments in the same way. If a sink wraps a value that is not a sink, Unwrap has the
+// result type any.
 func As[T any](s Sink) (T, bool) {
 	for v := any(s); !isNil(v); v = unwrap(v) {
 		if t, ok := v.(T); ok {

@@ -49,9 +49,9 @@ const (
 	maxHangInterval = 10 * time.Minute
 )
 
-// reportHang logs that a method of the sink makes no progress, at growing intervals, until
-// the method has returned. When ctx ends, the caller waits for the method only to return.
-// So progress does not count any more.
+// reportHang logs that a method of the sink makes no progress, at growing intervals,
+// until the method has returned. After ctx has ended, progress no longer counts,
+// because the method only has to return.
 func (d *Driver) reportHang(ctx context.Context, method string, since time.Time, returned <-chan struct{}) {
 	log := klog.FromContext(ctx).WithValues("method", method)
 	ended, interval, logged := ctx.Done(), hangAfter, false

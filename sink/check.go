@@ -77,8 +77,8 @@ func (d *Driver) use() (release func(), err error) {
 	return release, nil
 }
 
-// hasIdentity reports whether v is a pointer to a value that no other variable shares. All
-// pointers to values of size 0 may be equal.
+// hasIdentity reports whether v is a pointer that differs from the pointers to all
+// other variables. Pointers to values of size 0 may all be equal.
 func hasIdentity(v any) bool {
 	t := reflect.TypeOf(v)
 	return t != nil && t.Kind() == reflect.Pointer && t.Elem().Size() > 0

@@ -27,7 +27,7 @@ type delivery struct {
 	ahead   map[types.NamespacedName]struct{}
 	// large: large services that wait until the other services have been delivered.
 	large map[types.NamespacedName]struct{}
-	// True if the pass has let changes go first since its last batch.
+	// True if changes were delivered since the last batch of the pass.
 	yielded bool
 	// The memory of the last batch, for reuse.
 	buffer []Change
@@ -53,7 +53,8 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	for _, c := range changes {
 		switch {
 		case p.delivered(c.Key):
-			// If Old is nil, no view was acknowledged in this pass, and the sink may have any.
+			// If Old is nil, no view was acknowledged in this pass, and the sink may have any
+			// view.
 			c.Unsure = c.Old == nil
 		case size+c.size() > limit || len(p.ahead) >= limit:
 			continue
@@ -67,7 +68,7 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
-// takeAhead records that a service is delivered although its batch has not come.
+// takeAhead records that a service is delivered before the pass has reached it.
 func (p *delivery) takeAhead(key types.NamespacedName) {
 	p.ahead[key] = struct{}{}
 	delete(p.large, key)
@@ -111,8 +112,8 @@ func (p *delivery) appendNext(u *updates.Update, maxCount, limit int, changes []
 	return changes, more
 }
 
-// takeLarge returns a change without an old view for each service in p.large. The services
-// count as delivered then.
+// takeLarge returns a change without an old view for each service in p.large. From then
+// on, these services count as delivered.
 func (p *delivery) takeLarge() (changes []updates.LargeChange) {
 	for key := range p.large {
 		changes = append(changes, updates.LargeChange{Key: key})

@@ -37,16 +37,17 @@ type Driver struct {
 	noted     bool      // whether noteChanges was called since the method wait began
 	queuedAt  time.Time // when noteChanges was last called
 	search    search
-	// failedSyncs is the number of logged failures of whole Syncs after which no recovery was
-	// logged. During a pass or a search for faulty services, a success is no recovery.
+	// failedSyncs counts the logged failures of whole Syncs since the last logged
+	// recovery. During a pass or a search for faulty services, a success is not logged as
+	// a recovery.
 	failedSyncs int
 	// verifyFailure is the error of the last Verify, or empty. Equal errors are logged once.
 	verifyFailure string
 	preparing     <-chan struct{} // closed when the next pass is prepared, see Preparer; may be nil
-	gather        int             // the number of Syncs after which changes are gathered
+	gather        int             // the number of further Syncs after which changes are gathered
 	immediate     bool            // changes are never gathered; only in tests
 	wasAlone      bool            // the last Sync delivered one isolated service
-	largeWaited   bool            // the last Sync let other services go before a large one
+	largeWaited   bool            // the last Sync delivered other services while a large one waited
 
 	// The goroutine of Run writes the fields below with mu held and reads them without mu.
 	// All other goroutines hold mu for both.
@@ -60,7 +61,7 @@ type Driver struct {
 	pass    *delivery // the current pass, nil if there is none
 	// position: a revision. All changes up to it are acknowledged or pending.
 	position uint64
-	// passed: the result of applied at the end of the last pass.
+	// passed: the result of the method applied at the end of the last pass.
 	passed uint64
 	node   nodeState
 
@@ -107,8 +108,9 @@ func Run(ctx context.Context, src Source, s Sink, opts Options) error {
 // if a setting is invalid (see [Driver.Validate]) or if another running driver uses the
 // source or the sink.
 //
-// If a method of the sink makes no progress for about eight seconds, Run logs the method,
-// and again when it waits for the method to return.
+// If a method of the sink makes no progress for about eight seconds, Run logs its name.
+// If ctx has ended and the method has not returned about eight seconds later, Run logs
+// that, too.
 func (d *Driver) Run(ctx context.Context) (err error) {
 	d.mu.Lock()
 	started := d.started

@@ -45,10 +45,11 @@ type Handler interface {
 
 // Events returns a sink that calls h for each changed object. A Sync first deletes the
 // removed frontends of all services, then endpoints, then services. After that it sets
-// services, then endpoints, then frontends. So no object refers to a missing object, and
-// an address and port is free before another service gets it. If a frontend cannot be
-// deleted, the sink does not set the frontend that would replace it. Then the service of
-// the new frontend fails too, and is delivered again.
+// services, then endpoints, then frontends. So no object refers to a missing object,
+// and a service gets an address and port only after the previous owner's frontend was
+// deleted. If a frontend cannot be deleted, the sink does not set the frontend that
+// would replace it. Then the service of the new frontend fails too, and is delivered
+// again.
 //
 // In a pass (see [Changes]) the sink deletes the objects that the services no longer
 // have. It sets all objects of every service again, because h may have lost them. A new

@@ -21,14 +21,15 @@ import (
 // traffic from this node to an external frontend (see [api.Scopes]). [nodeview.Frontends]
 // computes the endpoints of each frontend.
 //
-// In a pass (see [Changes]) the sink collects the services and calls syncAll at the end.
-// The errors of syncAll have the same meaning as those of [Sink.Sync]. Until a failed
-// service is delivered again, syncAll receives the last acknowledged view of this
-// service. So one bad service does not stop the others. If another service has got an
-// address of this view since, the view no longer has frontends at that address (see
-// View.Lost). So no two services have the same claim ([api.Claim]). In a pass,
-// one call of syncAll receives all services. So if the call fails as a whole, the driver
-// cannot find the service that is the cause. Therefore syncAll should return a [*Failed].
+// In a pass (see [Changes]) the sink collects the services and calls syncAll at the
+// end. The errors of syncAll have the same meaning as those of [Sink.Sync]. Until a
+// failed service is delivered again, syncAll receives the last acknowledged view of
+// this service. So one bad service does not stop the others. If another service has
+// taken an address of this view since then, the view has no frontends at that address
+// (see View.Lost). So no two services have the same claim ([api.Claim]). In a pass, one
+// call of syncAll receives all services. If it returns another error than a [*Failed],
+// the driver cannot find out which service is the cause. Therefore syncAll should
+// return a *Failed.
 //
 // syncAll may keep the Go slice services but must not change it. The sink holds the views
 // of all services. Each Sync copies one pointer per service.
@@ -91,7 +92,7 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 		before.commit(next, replaced)
 		return nil
 	}
-	var kept state // of services that the pass has not delivered, because they failed before
+	var kept state // the last acknowledged views of failing services
 	if f.inPass {
 		kept = f.acked.only(func(key types.NamespacedName) bool {
 			_, failing := slices.BinarySearchFunc(c.Failing, key, ordering.Keys)
@@ -125,8 +126,9 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 // state is a set of views.
 type state struct {
 	views []*api.View // sorted by key
-	// The owners of all claims of the views. It is nil while each update of the source comes
-	// as a whole. Then no two views have the same claim, because that is so in the source.
+	// The owners of all claims of the views. It is nil as long as each Sync has delivered
+	// a whole update of the source. Then no two views have the same claim, because no two
+	// views of the source have.
 	owners claimOwners
 }
 
@@ -148,8 +150,8 @@ func (s *state) own(view *api.View) {
 }
 
 // with returns the views after the changes. If s has owners, the changed services take
-// their claims from other services, and replaced has the changes of all views. The state s
-// remains as it is.
+// their claims from other services, and replaced has the changes of all services that
+// win or lose claims. The method does not modify s.
 func (s *state) with(changes iter.Seq[Change]) (views []*api.View, replaced []Change) {
 	if s.owners == nil {
 		return apply(s.views, changes), nil
@@ -176,7 +178,7 @@ func (s *state) with(changes iter.Seq[Change]) (views []*api.View, replaced []Ch
 	return apply(s.views, slices.Values(replaced)), replaced
 }
 
-// commit makes the results of the method with the state.
+// commit stores the results of the method with in s.
 func (s *state) commit(views []*api.View, replaced []Change) {
 	if s.owners != nil {
 		for _, c := range replaced {
@@ -193,7 +195,7 @@ func (s *state) commit(views []*api.View, replaced []Change) {
 	s.views = views
 }
 
-// only returns the state that has only the views of some services.
+// only returns a state with the views of those services for which has returns true.
 func (s *state) only(has func(types.NamespacedName) bool) state {
 	var kept state
 	for _, v := range s.views {
@@ -204,7 +206,8 @@ func (s *state) only(has func(types.NamespacedName) bool) state {
 	return kept
 }
 
-// without returns a copy of view that has lost each claim that excludes a claim in taken.
+// without returns a copy of view in which each claim that conflicts with a claim in
+// taken is lost.
 func without(view *api.View, taken claimOwners) *api.View {
 	changed := *view
 	changed.Lost = slices.Clone(view.Lost)

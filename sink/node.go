@@ -16,8 +16,8 @@ type nodeState struct {
 	since   uint64
 	// unsure: a Sync with another Node than acked failed, so the sink may have that Node.
 	unsure bool
-	// If failures is not 0, the sink refuses the pending Node: Syncs that delivered only the
-	// Node failed. Then other Syncs have the acknowledged Node.
+	// If failures is not 0, the sink refuses the pending Node: Syncs that delivered only
+	// the Node failed. Meanwhile, other Syncs deliver the acknowledged Node.
 	failures int
 	err      error
 	retryAt  time.Time
@@ -34,7 +34,8 @@ func (d *Driver) noteNode(node *api.Node) {
 	d.node.retryAt = time.Now()
 }
 
-// ackedNode records that the sink has acknowledged a Node. The source has the Node present.
+// ackedNode records that the sink has acknowledged node. The argument present is the
+// Node that the source has now.
 func (d *Driver) ackedNode(node, present *api.Node) {
 	if node.Equal(present) {
 		d.node = nodeState{acked: present}
@@ -42,8 +43,8 @@ func (d *Driver) ackedNode(node, present *api.Node) {
 	d.node.unsure = false
 }
 
-// refusedNode records that a Sync failed that delivered only the Node, and schedules its
-// retry.
+// refusedNode records the failure of a Sync that delivered only the Node, and schedules
+// a retry.
 func (d *Driver) refusedNode(err error) {
 	d.node.failures++
 	d.node.err = err

@@ -14,17 +14,18 @@ type Options struct {
 
 	// MinInterval is the minimum time from the end of one Sync to the start of the next.
 	// Changes in that time are merged. MinInterval does not delay the batches of a pass.
-	// Default 0: the driver delivers changes as soon as no Sync runs. But while changes are
-	// so many that some come at the same time, it gathers them after a Sync for as long as the
-	// Sync took, at most 20 ms. A positive value, however small, replaces this.
+	// Default 0: the driver delivers changes as soon as no Sync runs. If changes are so
+	// frequent that several wait at the same time, the driver pauses after each Sync to
+	// gather changes. This pause is as long as the Sync, but at most 20 ms. Any positive
+	// MinInterval replaces this behaviour.
 	MinInterval time.Duration
 
-	// BatchSize limits the size of a batch of a pass, and the total size of the retries in a
-	// Sync. The size of a service is one, and its frontends, endpoints of ports, and source
-	// ranges (see cluster.Options.MaxElements). The limit does not apply to new changes of
-	// the source. Default 10,000. Services of size 4096 or more are large, and are delivered
-	// alone. A sink
-	// that needs another default has the method BatchSize() int.
+	// BatchSize limits the size of a batch of a pass, and the total size of the retries
+	// in a Sync. The size of a service is one plus its elements: frontends, endpoints ×
+	// ports, and source ranges (see cluster.Options.MaxElements). The limit does not
+	// apply to new changes of the source. Default 10,000. Services of size 4096 or more
+	// are large, and are delivered alone. A sink that needs another default has the
+	// method BatchSize() int.
 	BatchSize int
 
 	// If Once is true, Run returns nil as soon as a pass is complete and all services are

@@ -10,8 +10,8 @@ import (
 // which services are stale. The package comment shows how to use it. The zero value is
 // ready to use.
 //
-// During a pass, Pass has the keys of services delivered since the pass began, except deleted
-// services. Between passes, it needs no memory.
+// During a pass, a Pass stores the keys of the services that were delivered since the
+// pass began, except deleted services. Between passes, it stores nothing.
 type Pass struct {
 	delivered map[types.NamespacedName]struct{}
 	last      bool
@@ -30,7 +30,8 @@ func (p *Pass) Begin(c *Changes) {
 	}
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// A deleted service is stale, unless its deletion failed and the last batch names it.
+			// A deleted service is stale, unless its deletion failed, so that the last batch
+			// has it in Failing.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}

@@ -207,11 +207,11 @@ func (p *pending) firstDue(tree *btree.BTreeG[*unacked], now time.Time) *unacked
 }
 
 // takenBy returns new records for the services whose old view has a claim of an
-// acknowledged change. They have no old view. Otherwise the sink would use it to remove the
-// claim from its new owner.
+// acknowledged change. The new records have no old view. Otherwise the sink would use
+// the old view to remove the claim from its new owner.
 func (p *pending) takenBy(c *Change) (records []*unacked) {
 	if frontends.Same(c.Old, c.New) {
-		return nil // the sink has acknowledged the claims before
+		return nil // the sink had acknowledged these claims before
 	}
 	p.claims.update(p.byKey)
 	if len(p.claims.owners) == 0 {

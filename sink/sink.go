@@ -40,9 +40,9 @@ type Func func(ctx context.Context, c *Changes) error
 // Sync calls f.
 func (f Func) Sync(ctx context.Context, c *Changes) error { return f(ctx, c) }
 
-// Starter is for sinks that need setup. Like the other optional interfaces, the driver
-// finds it in the sink or in a sink that it wraps (see [As]). The driver calls Start once,
-// before the first Sync. If Start fails, the driver ends.
+// Starter is for sinks that need setup. The driver finds Starter, and the other
+// optional interfaces, in the sink or in a sink that the sink wraps (see [As]). The
+// driver calls Start once, before the first Sync. If Start fails, the driver ends.
 type Starter interface {
 	Start(ctx context.Context) error
 }
@@ -66,10 +66,11 @@ type Cleaner interface {
 
 // Verifier is for sinks that can compare the dataplane with their records and repair
 // drift. The driver calls Verify one minute after the end of the last Verify, while no
-// changes wait, and never during a Sync. When changes arrive, it cancels the context, and
-// waits only a quarter of the interval. The next Verify should continue where the cancelled
-// Verify stopped. An error that wraps [ErrStartOver]
-// requests a new pass. The driver reports any other error or panic, and continues.
+// changes wait, and never during a Sync. When changes arrive during a Verify, the
+// driver cancels its context, and calls Verify again after a quarter of the interval.
+// This Verify should continue where the cancelled one stopped. An error that wraps
+// [ErrStartOver] requests a new pass. The driver reports any other error or panic, and
+// continues.
 //
 // A sink that needs another interval, for example because its Verify is cheap, has the
 // method VerifyInterval() time.Duration. NewDriver calls it. The result 0 means one minute.
@@ -79,14 +80,14 @@ type Verifier interface {
 	Verify(ctx context.Context) error
 }
 
-// Preparer is for sinks that read their dataplane before a pass. PreparePass begins to read it
-// beside the calls of Sync, and returns a channel that the sink closes when it is ready, or
-// when it cannot read. Until then, the driver continues to deliver changes. Then the pass
-// begins.
+// Preparer is for sinks that read their dataplane before a pass. PreparePass starts to
+// read the dataplane in the background, and returns a channel. The sink closes the
+// channel when it has read the dataplane, or when it cannot read it. Then the driver
+// begins the pass. Until then, the driver continues to deliver changes.
 //
 // The driver does not call PreparePass before the first pass, nor if a pass must begin
-// immediately: after a Sync with [ErrStartOver], and when the source has lost changes. It may
-// begin a pass before the channel is closed.
+// immediately: after a Sync with [ErrStartOver], and when the source has lost changes.
+// The driver may also begin a pass before the channel is closed.
 type Preparer interface {
 	PreparePass(ctx context.Context) (ready <-chan struct{})
 }
@@ -113,10 +114,11 @@ type Changes struct {
 	// Revision is the revision of the source at which it computed the views.
 	Revision uint64
 	// Services yields the services to program, in order of namespace and name, each once.
-	// The sink may iterate over it several times. Outside of a pass, services that change in
-	// one update of the source are in one Changes, so that they can swap addresses. Large
-	// services (see [Options].BatchSize) follow one by one. During a pass and after failures, the
-	// other services may be in several Changes, too. See [Change].
+	// The sink may iterate over it several times. Outside of a pass, services that change
+	// in one update of the source are in one Changes, so that they can swap addresses.
+	// Each large service (see [Options].BatchSize) follows in its own Changes. During a
+	// pass and after failures, services that changed in one update may be in several
+	// Changes. See [Change].
 	Services iter.Seq[Change]
 	// Node is the Node object of this node, or nil if it is not known. If a Sync that
 	// delivers only a changed Node fails, the driver retries that Sync with backoff. In
@@ -125,7 +127,7 @@ type Changes struct {
 	// NodeChanged is true after a change of Node, until the sink acknowledges the change.
 	// With First, NodeChanged is always true.
 	NodeChanged bool
-	// partial: the sink has yet to acknowledge other services, too.
+	// partial: the sink has not yet acknowledged some services that are not in Services.
 	partial bool
 }
 
@@ -137,10 +139,10 @@ type Changes struct {
 // removes the address from its record of the other service.
 type Change struct {
 	Key types.NamespacedName
-	// Old is the view last acknowledged since the pass began, or nil if there is none. It is
-	// also nil, with Unsure set, if an earlier Sync gave one of its claims to another
-	// service, and until the end of a pass that has to be followed by another pass, because
-	// the source has lost changes or StartOver was called.
+	// Old is the view last acknowledged since the pass began, or nil if there is none. It
+	// is also nil, with Unsure set, if an earlier Sync gave one of its claims to another
+	// service. During a pass, Old is nil, with Unsure set, if another pass has to follow
+	// because the source has lost changes or StartOver was called.
 	Old *api.View
 	// New is the view to program. If it is nil, the service has to be deleted.
 	New *api.View

@@ -21,8 +21,8 @@ type Status struct {
 	// Revision is the last revision up to which the sink has acknowledged everything. A
 	// failing service keeps Revision from increasing. During a pass, Revision is 0.
 	Revision uint64
-	// Passes counts complete passes, and Syncs counts acknowledged Syncs. They also count
-	// passes and Syncs in which only some services failed.
+	// Passes counts complete passes, and Syncs counts acknowledged Syncs. Both include
+	// passes and Syncs in which some services failed, but not all.
 	Passes, Syncs uint64
 	// LastPass is the end of the last complete pass, and LastSync the end of the last
 	// acknowledged Sync. Each of these times is zero if there was none.
@@ -48,14 +48,14 @@ type Status struct {
 	Failures    int
 	NextAttempt time.Time
 
-	// NodeErr is the last error of the sink for the present Node, after a Sync that delivered
-	// only this Node failed. Otherwise it is nil.
+	// NodeErr is the last error of a Sync that delivered only the present Node. It is nil
+	// if no such Sync has failed.
 	NodeErr error
 	// Pending is the number of services that were received from the source and not
 	// acknowledged. Some of them may wait only because another service fails.
 	Pending int
-	// PendingServices are at most 100 of the pending services, those that the driver delivers
-	// next.
+	// PendingServices are the pending services that the driver delivers next, at most
+	// 100.
 	PendingServices []types.NamespacedName
 	// Failing contains the pending services that failed themselves, in order of namespace
 	// and name. Either a [Failed] named the service, or a Sync of this service alone failed.

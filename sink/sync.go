@@ -148,7 +148,8 @@ func (d *Driver) compose(u *updates.Update) batch {
 // acknowledgements of the pass in progress are void, because another pass is needed after
 // it: the source has lost changes of delivered services, or StartOver was called.
 //
-// The pass in progress continues, so that it ends, however often that happens.
+// The pass in progress continues. So every pass ends, even if the source keeps losing
+// changes.
 func (d *Driver) isVoided(u *updates.Update) (voided bool) {
 	d.update(func() {
 		switch {
@@ -209,9 +210,10 @@ func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	return true
 }
 
-// addLarge makes b a batch of one large service, if one is due. Other services and the next
-// batch of a pass come first, but only once: so they wait for at most one large service,
-// and each large service gets its turn.
+// addLarge makes b a batch of one large service, if one is due. If other services are
+// due, or the pass has a next batch, Syncs of large services alternate with Syncs of
+// these. So every service waits for at most one large service, and each large service
+// gets its turn.
 func (d *Driver) addLarge(u *updates.Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueLarge(now)
@@ -365,14 +367,14 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 const (
 	// maxGather limits the time in which changes are gathered.
 	maxGather = 20 * time.Millisecond
-	// gatherSyncs is the number of Syncs after which changes are gathered because they came
-	// at the same time as others.
+	// gatherSyncs is the number of Syncs after which the driver gathers changes, counted
+	// from the last Sync with several changes at the same time.
 	gatherSyncs = 16
 )
 
 // pause returns the time from the end of a Sync to the start of the next one. Without
-// Options.MinInterval, there is no pause while changes are rare: while each of them comes
-// when no other one waits.
+// Options.MinInterval, there is no pause while changes are so rare that no two wait at
+// the same time.
 func (d *Driver) pause(b *batch, took time.Duration) time.Duration {
 	if d.opts.MinInterval > 0 {
 		return d.opts.MinInterval
@@ -420,7 +422,7 @@ func (d *Driver) acknowledged(u *updates.Update, b *batch, failed Failed, notDel
 	d.position = u.Revision
 	d.status.LastSync = time.Now()
 	if d.status.Failures > 0 {
-		d.node.retryAt = d.status.LastSync // maybe only the dataplane was the cause
+		d.node.retryAt = d.status.LastSync // retry now: the dataplane may have been the cause
 	}
 	if b.NodeChanged {
 		d.ackedNode(b.Node, u.Node)
@@ -474,7 +476,8 @@ func (d *Driver) endPass() {
 	d.pass = nil
 	d.passed = d.present()
 	if !d.isSynced() {
-		// Changes during the pass may be lost, but every service was delivered since its start.
+		// The source may have lost changes during the pass. But each service was delivered
+		// as it was when the pass began, or later.
 		d.passed = min(d.passed, pass.revision)
 		d.notBefore = time.Time{}
 		d.begin()
@@ -542,7 +545,7 @@ func (d *Driver) refused(u *updates.Update, b *batch, err error) {
 		d.refusedNode(err)
 		culprit = true
 	case b.First:
-		d.node.failures = 0 // the Sync fails without the Node too
+		d.node.failures = 0 // a Sync without the pending Node fails, too
 	}
 	if culprit && d.pending.count[suspect] == 0 {
 		d.search.limit = 0
@@ -650,8 +653,8 @@ func (d *Driver) backOff(err error, patience int) {
 // minPassInterval is the minimum time from the start of one pass to the start of the next.
 const minPassInterval = 100 * time.Millisecond
 
-// begin begins a pass, instead of the pass in progress, if any. Isolated services stay
-// pending. The pass delivers all others.
+// begin begins a pass. If a pass is in progress, the new one replaces it. Isolated
+// services stay pending. The pass delivers all other services.
 func (d *Driver) begin() {
 	before := map[types.NamespacedName]*unacked{}
 	if d.pass != nil {

@@ -16,8 +16,8 @@ import (
 //
 //	sinktest.Service("web", "10.96.0.1 fd00::1 80>8080 dns=53:30053/UDP")
 //
-// The name is that of a service in the namespace default, or NAMESPACE/NAME. Each word of
-// text is a cluster IP or a port. A port has the form
+// The argument name is NAMESPACE/NAME, or only NAME in the namespace default. Each word
+// of text is a cluster IP or a port. A port has the form
 //
 //	[NAME=]PORT[:NODEPORT][>TARGETPORT][/PROTOCOL]
 //
@@ -146,7 +146,7 @@ func Node(name string, addrs ...string) *api.Node {
 	return n
 }
 
-// View returns the view that a node has of a service with these endpoints (see [Slices]):
+// View returns a node's view of a service. The argument endpoints is that of [Slices]:
 //
 //	sinktest.View(sinktest.Node("node-1"), sinktest.Service("web", "10.96.0.1 80"), "10.1.0.1@node-1")
 //

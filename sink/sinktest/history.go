@@ -27,12 +27,12 @@ type Subject struct {
 	// Open returns a sink for the dataplane. TestHistories calls Start of this sink. To
 	// imitate a restart of the program, it calls Stop of the sink and then Open again.
 	Open func() sink.Sink
-	// Objects returns what the sink has programmed in the dataplane, in any order. The result
-	// must depend only on the services, and not on earlier services. So it must not contain
-	// numbers that the sink chooses.
+	// Objects returns what the sink has programmed in the dataplane, in any order. The
+	// result must depend only on the present services, and not on the history of the
+	// sink. So it must not contain numbers that the sink chooses.
 	Objects func() []string
-	// Disturb makes operations of the dataplane fail, and returns a function that ends
-	// that. If Disturb is nil, all operations succeed.
+	// Disturb makes operations of the dataplane fail, until the caller calls the returned
+	// function. If Disturb is nil, all operations succeed.
 	Disturb func(random *rand.Rand) (calm func())
 	// Drift changes or deletes objects of the sink, as another program might do. If Drift is
 	// nil, the objects do not drift.
@@ -45,15 +45,16 @@ type Subject struct {
 	Usable func(*api.Service) bool
 }
 
-// TestHistories plays a driver with n random histories, with the seeds 0 to n-1. A history
-// changes services that share and swap addresses, makes operations of the dataplane fail,
-// restarts the sink, and changes the dataplane without the sink. Whenever the sink has
-// acknowledged all services, it must have programmed the same objects as a sink that got
-// these services in one pass. The function newSubject returns a subject with an empty
-// dataplane, and releases the resources of the subject when t ends.
+// TestHistories takes the place of a driver, and tests sinks with n random histories,
+// which have the seeds 0 to n-1. A history changes services that share and swap
+// addresses, makes operations of the dataplane fail, restarts the sink, and changes the
+// dataplane without the sink. Whenever the sink has acknowledged all services, it must
+// have programmed the same objects as a sink that got these services in one pass. The
+// function newSubject returns a subject with an empty dataplane, and releases the
+// resources of the subject when t ends.
 //
 // The test reports the seed and the steps of a history that fails. It ends at the first
-// one.
+// history that fails.
 func TestHistories(t *testing.T, n int, newSubject func(testing.TB) *Subject) {
 	for seed := range uint64(n) {
 		if !t.Run(fmt.Sprint("seed=", seed), func(t *testing.T) {
@@ -171,7 +172,7 @@ func (h *history) step() {
 // settle lets the sink succeed with everything, and compares its dataplane with that of a
 // sink that got the present services in one pass.
 func (h *history) settle() {
-	const most = 10 // passes, of which some end early because the node changes
+	const most = 10 // passes; some end early because the node changes
 	for verified := false; !verified; verified = h.ledger.begun {
 		for i := 0; h.waiting() || !h.ledger.begun || h.again; i++ {
 			if i == most {

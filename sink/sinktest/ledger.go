@@ -26,7 +26,7 @@ type ledger struct {
 	acked map[types.NamespacedName]bool
 	// The services whose last delivery was not acknowledged.
 	unacked map[types.NamespacedName]bool
-	// claim → service that was last acknowledged with this claim
+	// maps a claim to the service that was last acknowledged with it
 	owners      map[api.Claim]types.NamespacedName
 	node        *api.Node
 	nodeUnacked bool
@@ -98,8 +98,8 @@ func (l *ledger) check(c *sink.Changes) []string {
 	return append(wrong, l.checkFailing(c)...)
 }
 
-// unsure reports whether a Change of a service must be marked as unsure. The argument first
-// is that of the Changes.
+// unsure reports whether a Change of a service must be marked as unsure. The argument
+// first is the field First of the Changes.
 func (l *ledger) unsure(key types.NamespacedName, first bool) bool {
 	return l.unacked[key] || (first || l.inPass) && !l.acked[key]
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package node makes the whole service proxy of a node, for programs such as CNI agents.
-// The program makes one or more dataplanes, and this package adds what they need there:
+// Package node builds a complete service proxy for a node, for programs such as CNI
+// agents. The program creates one or more dataplanes, and this package adds the other
+// parts that a proxy needs on a node:
 //
 //	dataplane, err := nftables.New(nftables.Options{})
 //	…
@@ -10,10 +11,11 @@
 //	mux.Handle("/", proxy.HealthHandler())
 //	err = proxy.Run(ctx)
 //
-// The proxy follows the addresses of the node, deletes the connection-tracking entries that
-// keep clients away from the present endpoints, and serves health-check node ports. In place
-// of kube-proxy, it sets the kernel settings that kube-proxy sets. Beside kube-proxy, which
-// means with a service-proxy name, it only logs wrong settings.
+// The proxy follows the addresses of the node, deletes the connection-tracking entries
+// that keep clients away from the present endpoints, and serves health-check node
+// ports. Without a service-proxy name, it replaces kube-proxy, and sets the kernel
+// settings that kube-proxy sets. With a service-proxy name, it runs beside kube-proxy,
+// and only logs wrong settings.
 //
 // A dataplane is a backend of kpng, a sink that contains backends (see [sink.As]), or any
 // other sink. The proxy completes the options of backends: it sets NodeAddresses, Conntrack,
@@ -21,7 +23,7 @@
 // not support them. After each Sync of any other dataplane, the proxy itself deletes the
 // stale connections. All parts of the proxy work in the network namespace of the process.
 //
-// Sinks that need nothing of the node run with package kpng alone.
+// Sinks that need none of these parts can run with package kpng alone.
 package node
 
 import (
@@ -47,7 +49,7 @@ import (
 // Options are the settings of a node's proxy. The zero value has the defaults.
 type Options struct {
 	// Options select the source of services, the services and the node. Their Sinks run
-	// beside the dataplanes, and get nothing of the node.
+	// beside the dataplanes. The proxy does not complete the options of these sinks.
 	kpng.Options
 	// Dataplanes program services. Their default names are the names of their backends, such
 	// as "nftables", and numbers for other sinks. The function [New] appends its dataplane
@@ -57,9 +59,10 @@ type Options struct {
 	// are open, see [nodeaddr.Watch]. Default: the primary addresses of the node, which the
 	// proxy follows itself.
 	//
-	// If they have loopback addresses when New is called, or a selection of nodeaddr.Watch
-	// names some, the sink "localhost" serves node ports there with sockets of this process.
-	// Omit loopback addresses if a dataplane serves node ports there itself.
+	// NodeAddresses may contain loopback addresses when New is called, or come from
+	// nodeaddr.Watch with a Selection that names some. Then the sink "localhost" serves
+	// node ports at these addresses, with sockets of this process. Omit loopback
+	// addresses if a dataplane serves node ports there itself.
 	NodeAddresses nodeaddr.Source
 	// Metrics provides the observers that dataplanes, backends and Sinks do not have already.
 	// Default: none.
@@ -75,10 +78,10 @@ type Metrics interface {
 	// Backend returns the observer of a backend, or nil. The name is that of its package, such
 	// as "nftables".
 	Backend(name string) backends.Observer
-	// Conntrack returns a function that is called after each search for stale connections. The
-	// argument seen is the number of connections that the kernel returned, deleted the number
-	// of those that were deleted, and took the duration. A search that fails with err is
-	// repeated. The function may be nil.
+	// Conntrack returns a function that is called after each search for stale
+	// connections. Its arguments are the number of connections that the kernel returned
+	// (seen), the number of connections that were deleted (deleted), the duration (took),
+	// and the error. If err is not nil, the search is repeated. The function may be nil.
 	Conntrack() func(seen, deleted int, took time.Duration, err error)
 	// HealthChecks returns two functions, which may be nil. The function ports is called when
 	// the number of open or failing health-check node ports changes. These ports are counted

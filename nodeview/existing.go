@@ -13,17 +13,17 @@ import (
 	"github.com/kpng-project/kpng/internal/distinct"
 )
 
-// Existing has the endpoints to which existing flows through a frontend may continue: the
-// endpoints of the frontend's port and family in the view, including draining endpoints and
-// endpoints that new flows through the frontend do not use. A backend ends UDP flows
-// through the frontend to other endpoints.
+// Existing has the endpoints to which existing flows through a frontend may continue.
+// These are all endpoints of the frontend's port and family in the view. They include
+// draining endpoints, and endpoints that new flows through the frontend do not use. A
+// backend ends UDP flows through the frontend to all other endpoints.
 //
 // Frontends of one family in one view have equal values if their service ports lead to the
 // same ports of all endpoints. So Existing can be a map key. The zero value has no
 // endpoints.
 type Existing struct {
 	view   *api.View
-	port   *api.PortMapping // of several with this value, the first one
+	port   *api.PortMapping // the first port with this value
 	family api.Family
 }
 
@@ -51,7 +51,7 @@ func (l *portLists) existingOf(port *api.PortMapping, family api.Family) Existin
 			x.port = first
 			return x
 		}
-		hash++ // of other ports; this does not happen in practice
+		hash++ // other ports have this hash, which practically never happens
 	}
 }
 
@@ -63,8 +63,8 @@ type targetHash struct {
 	port   int32
 }
 
-// samplesOf returns an endpoint for each list of PortOverrides in memory, by family. Endpoints
-// of an EndpointSlice share the list, so these are few.
+// samplesOf returns, by family, one endpoint for each list of PortOverrides in memory.
+// Endpoints of an EndpointSlice share this list, so there are few samples.
 func samplesOf(view *api.View) map[api.Family][]*api.Endpoint {
 	type list struct {
 		family api.Family
@@ -95,7 +95,7 @@ func (x Existing) All() iter.Seq[Target] {
 			return
 		}
 		listed, draining := x.view.Endpoints, x.view.Draining
-		var same []Target // of the next address
+		var same []Target // endpoints with the next address
 		for len(listed) > 0 || len(draining) > 0 {
 			next, other := &listed, &draining
 			if len(listed) == 0 || len(draining) > 0 && draining[0].Addr.Less(listed[0].Addr) {
@@ -103,7 +103,7 @@ func (x Existing) All() iter.Seq[Target] {
 			}
 			addr := (*next)[0].Addr
 			if !(len(*next) > 1 && (*next)[1].Addr == addr || len(*other) > 0 && (*other)[0].Addr == addr) {
-				e := &(*next)[0] // the only one, which is usual
+				e := &(*next)[0] // usually the only endpoint with this address
 				*next = (*next)[1:]
 				if port, ok := x.portOf(e); ok && !yield(Target{e, port}) {
 					return
@@ -124,7 +124,7 @@ func (x Existing) All() iter.Seq[Target] {
 	}
 }
 
-// Without returns the endpoints that are in none of the lists.
+// Without returns the endpoints of x that are in none of the lists.
 func (x Existing) Without(lists ...[]Target) (rest []Target) {
 	listed := map[netip.AddrPort]struct{}{}
 	for _, list := range lists {
@@ -153,8 +153,8 @@ func (x Existing) take(buf []Target, addr netip.Addr, list *[]api.Endpoint) []Ta
 	return buf
 }
 
-// portOf returns the port at which e serves the frontend, or 0 for all ports. It reports
-// whether e serves the frontend.
+// portOf returns the port at which e serves the frontend, or 0 for all ports. The
+// second result reports whether e serves the frontend.
 func (x Existing) portOf(e *api.Endpoint) (int32, bool) {
 	switch {
 	case api.FamilyOf(e.Addr) != x.family:
@@ -202,11 +202,12 @@ func (x Existing) Resets(endpoint netip.AddrPort) bool {
 		!x.has(x.view.Draining, endpoint, func(e *api.Endpoint) bool { return e.Ready })
 }
 
-// Hairpins yields the endpoints on this node that new connections through the frontends of
-// view reach, with the protocol. Such an endpoint may connect to itself through the service.
-// A backend then replaces the source, also if nothing else selects the connection (see
-// [Masquerade]). Each protocol, address and port occurs once. For an all-ports service, the
-// protocol and the port are 0. If view is nil, Hairpins yields nothing.
+// Hairpins yields the endpoints on this node that new connections through the frontends
+// of view reach, each with the protocol of the connections. Such an endpoint may
+// connect to itself through the service. Then a backend replaces the source of the
+// connection, even if the frontend's [Masquerade] does not select the connection. Each
+// protocol, address and port occurs once. For an all-ports service, the protocol and
+// the port are 0. If view is nil, Hairpins yields nothing.
 func Hairpins(view *api.View) iter.Seq2[api.Protocol, Target] {
 	type list struct {
 		protocol api.Protocol

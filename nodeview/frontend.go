@@ -119,8 +119,8 @@ type Traffic struct {
 	// List is the ID of the list in the field Endpoints. It is 0 unless Verdict is Forward.
 	List ListID `json:"-"`
 	// Endpoints are the endpoints among which to balance, sorted by address and ports.
-	// All are of the frontend's family. There are none unless Verdict is Forward. An
-	// endpoint whose weight is zero is on no list.
+	// All are of the frontend's family. The list is empty unless Verdict is Forward. It
+	// contains no endpoint whose weight is zero.
 	Endpoints []Target `json:",omitempty"`
 }
 
@@ -205,11 +205,12 @@ func Frontends(view *api.View) iter.Seq[Frontend] {
 	return decided(view, namedFrontends(view))
 }
 
-// Classes yields a frontend without an address for each kind, service port and family in
-// which the service has addresses. All frontends of view that differ from it only in their
-// addresses and Sources have its decisions. Classes yields in the order of [Frontends]. Its
-// cost does not depend on the number of addresses. There may be no frontend of a class,
-// because other services or frontends of another kind own the addresses.
+// Classes yields one frontend without an address, a class, for each combination of
+// kind, service port and family for which the service has addresses. All frontends of
+// the view with this combination have the decisions of the class, and differ only in
+// their addresses and Sources. The order is that of [Frontends]. The cost does not
+// depend on the number of addresses. The view may have no frontend of a class, because
+// other services, or frontends of another kind, own its addresses.
 func Classes(view *api.View) iter.Seq[Frontend] {
 	return decided(view, namedClasses(view))
 }
@@ -222,7 +223,8 @@ func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 			if s.Fault != 0 && s.Fault != lostClaim {
 				continue
 			}
-			// Lists of lost claims are prepared, too, so that no ListID depends on other services.
+			// Prepare the lists for lost claims, too, so that no ListID depends on other
+			// services.
 			if lists.port != s.ServicePort || lists.family != s.Family {
 				lists.prepare(s.ServicePort, s.Family)
 			}
@@ -354,7 +356,7 @@ func targets(view *api.View, port *api.PortMapping, family api.Family, match fun
 		return nil, 0
 	}
 	out = make([]Target, 0, n)
-	var last *api.Endpoint // with the same list of ports as other endpoints of its EndpointSlice
+	var last *api.Endpoint // the previous endpoint; endpoints of an EndpointSlice share their list of ports
 	for i := range view.Endpoints {
 		if e := &view.Endpoints[i]; listed(e) {
 			t := Target{Endpoint: e}

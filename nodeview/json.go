@@ -70,7 +70,7 @@ type frontendJSON struct {
 	AffinitySeconds int32         `json:",omitempty"`
 	Algorithm       api.Algorithm `json:",omitempty"`
 	// Reset has the endpoints in Keep whose established TCP connections are reset.
-	// ResetConnections means that they are also reset for endpoints on no list.
+	// ResetConnections means that the connections to endpoints on no list are reset, too.
 	ResetConnections bool     `json:",omitempty"`
 	Reset            []Target `json:",omitempty"`
 }

@@ -9,13 +9,14 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Parameters are traffic parameters, which the Kubernetes API does not have: those that a
-// service has, or those that a backend honours. A backend that does not honour a parameter
-// serves the service without it. The zero value has no parameter.
+// Parameters is a set of traffic parameters, which are settings that the Kubernetes API
+// does not have: the parameters that a service sets, or those that a backend honours. A
+// backend that does not honour a parameter serves the service without it. The zero
+// value has no parameter.
 type Parameters struct {
 	// Algorithm is an algorithm other than api.Random (Frontend.Algorithm).
 	Algorithm bool `json:",omitempty"`
-	// Weights are different weights of endpoints (api.Endpoint.Weight).
+	// Weights means that endpoints have different weights (api.Endpoint.Weight).
 	Weights bool `json:",omitempty"`
 	// Resets are resets of connections to lost endpoints (Existing.Resets).
 	Resets bool `json:",omitempty"`

@@ -144,8 +144,9 @@ func (c *selection) dropDuplicates() {
 
 // preference orders two candidates with the same address and port. It prefers ready
 // candidates that do not drain, then ready candidates, then candidates that do not
-// terminate, then serving candidates, then the smaller EndpointSlice name. An EndpointSlice may contain an address twice, in any
-// order. So preference finally compares other fields.
+// terminate, then serving candidates, then the smaller EndpointSlice name. An
+// EndpointSlice may contain an address twice, in any order. So preference finally
+// compares other fields.
 func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep

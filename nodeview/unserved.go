@@ -89,8 +89,9 @@ func unserved(view *api.View) (all []namedFrontend) {
 // frontend that is served has Fault 0. If view is nil, there are none.
 func namedFrontends(view *api.View) iter.Seq[namedFrontend] { return allNamed(view, newNamer) }
 
-// namedClasses yields a frontend without an address for each kind, port and family for which
-// namedFrontends yields a frontend. It has the fault that all these frontends have.
+// namedClasses yields a frontend without an address for each kind, port and family for
+// which namedFrontends yields a frontend. Its fault is the one that all these frontends
+// have.
 func namedClasses(view *api.View) iter.Seq[namedFrontend] { return allNamed(view, newClassNamer) }
 
 func allNamed(view *api.View, newNamer func(*api.View) namer) iter.Seq[namedFrontend] {

@@ -96,7 +96,8 @@ func (r *reconciler[K, V]) object(k K) *object[K, V] {
 	return o
 }
 
-// touch returns the record of an object that the service with the index by changes.
+// touch records that the service with the index by changes an object, and returns the
+// record.
 func (t *changes[K, V]) touch(o *object[K, V], by int) *touch[K, V] {
 	c := t.index[o]
 	if c == nil {
@@ -117,7 +118,7 @@ func (t *changes[K, V]) op(c *touch[K, V]) (op Op[K, V], ok bool) {
 	case owner == nil:
 		op = t.deletion(c.object)
 		op.Service = t.delivered[c.by[len(c.by)-1]].key
-		// An old object may refer to this one until it is pruned.
+		// Until the old objects are pruned, one of them may refer to this object.
 		return op, c.exists && !(c.old && t.opts.Depth(c.key) > 0)
 	case owner == c.from:
 		return t.setting(c.object, c.want)
@@ -129,8 +130,9 @@ func (t *changes[K, V]) op(c *touch[K, V]) (op Op[K, V], ok bool) {
 		c.users.own(heir)
 		return t.setting(c.object, want)
 	}
-	// Only failing services need the object. If it is deep, their objects may refer to it. If
-	// it is at depth 0, its value may refer to a missing object.
+	// Only failing services need the object. If its depth is above 0, it stays, because
+	// objects of these services may refer to it. At depth 0, it is deleted, because its
+	// value may refer to a missing object.
 	op = t.deletion(c.object)
 	op.Service = owner.key
 	return op, c.exists && t.opts.Depth(c.key) == 0
@@ -141,7 +143,8 @@ func (t *changes[K, V]) heir(c *touch[K, V]) (heir *service[K, V], want V) {
 	heir = c.users.find(func(u *service[K, V]) (ok bool) {
 		for _, view := range []*api.View{u.next, u.view} {
 			want, ok = t.plans.of(t.reconciler, view)[c.key]
-			// A failing user sets the value that it needs when it succeeds.
+			// A failing user sets its value later, when it succeeds. So it inherits an object
+			// only if the object already has this value.
 			if ok = ok && (!u.failed || c.exists && t.opts.Equal(c.value, want)); ok {
 				break
 			}
@@ -177,11 +180,11 @@ func (r *reconciler[K, V]) plan(view *api.View, emit func(K, V)) error {
 	return nil
 }
 
-// plans are the plans of views that were planned before.
+// plans caches the plans of views.
 type plans[K comparable, V any] map[*api.View]map[K]V
 
-// of plans a view again, except if this was done before. If it fails, the result is
-// incomplete.
+// of returns the plan of a view. If the plan is not in p, it plans the view again. If
+// that fails, the result is incomplete.
 func (p plans[K, V]) of(r *reconciler[K, V], view *api.View) map[K]V {
 	plan, ok := p[view]
 	if !ok {
@@ -195,7 +198,7 @@ func (p plans[K, V]) of(r *reconciler[K, V], view *api.View) map[K]V {
 	return plan
 }
 
-// root returns the name of the part of a service.
+// root returns the index that names the part of the service with the index i.
 func (t *changes[K, V]) root(i int) int {
 	for t.parent[i] != i {
 		t.parent[i] = t.parent[t.parent[i]]
@@ -204,8 +207,8 @@ func (t *changes[K, V]) root(i int) int {
 	return i
 }
 
-// parts returns the operations. Each element has those of services that change the same
-// objects.
+// parts returns the operations by part. A part has all operations of the services that
+// change the same objects.
 func (t *changes[K, V]) parts() (parts [][]Op[K, V]) {
 	var ops []Op[K, V]
 	var first []int // for each operation, a service that changes its object
@@ -264,8 +267,8 @@ func (t *changes[K, V]) apply(ctx context.Context) error {
 	return t.failed[baseKey]
 }
 
-// fail makes the services fail that change an object. The object gets back its former
-// users, and at depth 0 its former owner.
+// fail records that all services that change the object of c fail with err. The object
+// gets back its former users, and at depth 0 its former owner.
 func (t *changes[K, V]) fail(c *touch[K, V], err error) {
 	for _, i := range c.by {
 		s := t.delivered[i]
@@ -278,12 +281,15 @@ func (t *changes[K, V]) fail(c *touch[K, V], err error) {
 		}
 	}
 	if t.opts.Depth(c.key) == 0 {
-		c.users = c.before.clone() // the value may refer to an object that other services do not need
+		// The object keeps the former owner's value, which may refer to objects that only this
+		// owner needs.
+		c.users = c.before.clone()
 	}
 }
 
-// applyParts applies parts, several together. It returns the operations that have failed.
-// It returns an error only if the state of the dataplane is unknown.
+// applyParts applies parts, several of them in one call of Apply. It returns the
+// operations that have failed. It returns an error only if the state of the dataplane
+// is unknown.
 func (r *reconciler[K, V]) applyParts(ctx context.Context, parts [][]Op[K, V]) (Failed[K], error) {
 	failed := Failed[K]{}
 	for len(parts) > 0 {

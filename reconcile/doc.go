@@ -32,10 +32,11 @@
 //
 // # Shared objects
 //
-// An object is deleted when no service needs it. If services need an object with different
-// values, the service that was delivered last is its owner, and has the value that it
-// needs. When the owner no longer needs the object, another service inherits it, with its
-// own value. So an address may move between services in any order of deliveries.
+// An object is deleted when no service needs it. If services need an object with
+// different values, the service that was delivered last is its owner, and the object
+// has the owner's value. When the owner no longer needs the object, another service
+// that needs it becomes the owner, and the object gets that service's value. So an
+// address may move between services in any order of deliveries.
 //
 // Options.Depth must return a higher number for an object than for all objects that refer to
 // it. The Reconciler sets an object before the objects that refer to it, and deletes it after
@@ -43,11 +44,12 @@
 //
 // # Failing services
 //
-// The services of a Sync that change the same objects are one part. Apply gets whole parts.
-// If it refuses them, the Reconciler tries each half, until it has found the parts that
-// fail. All services that change an object that fails fail with it. They keep the objects
-// that they had, until they succeed. If Apply returns a [*Failed], it has executed the other
-// operations, so these services are half programmed meanwhile.
+// The services of a Sync that change the same objects are one part. Apply gets whole
+// parts. If it refuses them, the Reconciler tries each half, until it has found the
+// parts that fail. If an object fails, all services that change it fail. Until these
+// services succeed, they keep the objects that they had. If Apply returns a [*Failed],
+// it has executed the operations that the Failed does not name, so until then these
+// services are half programmed.
 //
 // At the end of a pass, the Reconciler deletes the objects that no service needs. After a
 // restart, it does not know which of them belong to services that fail. So it waits until
@@ -58,17 +60,18 @@
 // # Memory
 //
 // A Reconciler keeps no plans. It keeps the record, and for each service its view and
-// pointers to its objects. If it needs a value again, it calls Plan again. The record has
-// the values that Apply has left in the operations. So Apply may replace a large value by a
-// digest, or add an ID that the system has assigned. Then Options.Equal has to compare both
-// forms.
+// pointers to its objects. If it needs a value again, it calls Plan again. The record
+// has the value that the field New of an operation has after Apply. So Apply may
+// replace a large value in New by a digest, or add an ID that the system has assigned.
+// Then Options.Equal has to compare both forms.
 //
 // # What it does not do
 //
-// A Reconciler does not watch node addresses, track connections or serve health checks. If
-// something else changes on which plans depend, the sink around it returns an error that
-// wraps [sink.ErrStartOver]. It delays no changes: if an object has to stay for some time,
-// such as an endpoint with connections, Apply records a value that says so.
+// A Reconciler does not watch node addresses, track connections or serve health checks.
+// If plans also depend on other things, wrap the Reconciler in a sink that returns an
+// error that wraps [sink.ErrStartOver] when these change. A Reconciler delays no
+// changes. If an object has to stay for some time, such as an endpoint with
+// connections, Apply sets New to a value that says so.
 //
 // Like any sink, a Reconciler is not safe for concurrent use, except the method Suspect.
 package reconcile

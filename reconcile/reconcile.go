@@ -99,8 +99,8 @@ type Options[K comparable, V any] struct {
 
 	// Base plans the objects that belong to no service. It must not fail. Default: none.
 	Base func(emit func(K, V))
-	// Virtual reports whether List cannot emit an object. Verify ignores such objects. When
-	// a pass begins, they do not exist. Default: false.
+	// Virtual reports whether an object is one that List cannot emit. Verify ignores
+	// these objects. When a pass begins, they count as missing. Default: false.
 	Virtual func(K) bool
 	// MaxOps limits the operations of a call of Apply, except that a part is never divided
 	// (see the package comment). Default: 20,000.
@@ -138,11 +138,12 @@ type reconciler[K comparable, V any] struct {
 	// unprogrammed has the services that fail and were never programmed. Objects without users
 	// may belong to them.
 	unprogrammed map[*service[K, V]]bool
-	// passing is true during a pass, which has ended at passedAt otherwise.
+	// passing is true during a pass. Otherwise, passedAt is the end of the last pass.
 	passing  bool
 	passedAt time.Time
-	// prune is true from the end of a pass, or from the discovery of an object without users,
-	// until these objects are deleted. waits is true if this waits for failing services.
+	// prune is true from the end of a pass, or from the discovery of an object without
+	// users, until these objects are deleted. waits is true if the deletion waits for
+	// failing services.
 	prune, waits bool
 
 	suspect atomic.Bool
@@ -153,18 +154,19 @@ type reconciler[K comparable, V any] struct {
 type object[K comparable, V any] struct {
 	key   K
 	value V // if exists
-	// The value is the value that the owner needs, which is the service that was delivered
-	// last, or a service that has inherited the object.
+	// users.owner is the service whose value the object has: the one that was delivered
+	// last, or one that has inherited the object.
 	users  users[K, V]
 	exists bool
 	// old is true if the object had no users when it was listed, and nothing was pruned since.
 	old bool
-	// marked is used by single functions. Otherwise it is false.
+	// marked is set only while a function uses it for its own purpose. Otherwise it is
+	// false.
 	marked bool
 }
 
-// users are the services that need an object. The owner is the one whose value counts. If
-// there is no owner, there are no other users. A copy of users needs the method clone.
+// users are the services that need an object. The owner is the one whose value counts.
+// If there is no owner, there are no other users. To copy users, call the method clone.
 type users[K comparable, V any] struct {
 	owner  *service[K, V]
 	others *btree.BTreeG[*service[K, V]] // by key, or nil
@@ -245,8 +247,8 @@ type service[K comparable, V any] struct {
 	// objects includes all objects of which the service is a user.
 	objects []*object[K, V]
 	failed  bool
-	// delivered is true if the service was delivered in the present or last pass, or was
-	// failing at its end.
+	// delivered is true if the service was delivered in the present pass or, between
+	// passes, in the last pass, or was failing at the end of the last pass.
 	delivered bool
 }
 
@@ -337,11 +339,13 @@ func (r *reconciler[K, V]) service(key types.NamespacedName) *service[K, V] {
 
 var errUnknown = startOver(errors.New("the state of the dataplane is unknown"))
 
-// startOver returns an error after which the state of the dataplane is unknown.
+// startOver returns an error that wraps err and requests a new pass, because the state
+// of the dataplane is unknown.
 func startOver(err error) error { return fmt.Errorf("%w (%w)", err, sink.ErrStartOver) }
 
-// begin begins a pass: it lists the dataplane. If the state of the dataplane was unknown,
-// begin forgets all services, because the value of an object may be that of any service.
+// begin begins a pass: it lists the dataplane. If the state of the dataplane was
+// unknown, begin forgets all services, because the value of an object may come from any
+// service.
 func (r *reconciler[K, V]) begin(ctx context.Context) error {
 	if !r.known {
 		r.objects, r.services = map[K]*object[K, V]{}, map[types.NamespacedName]*service[K, V]{}

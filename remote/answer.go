@@ -33,7 +33,7 @@ type answer struct {
 	synced, stale bool
 	token         []byte
 
-	// The number of buckets of which the first request has digests.
+	// The number of buckets for which the first request has digests.
 	buckets int
 	inflate io.ReadCloser // for packed operations; nil until the first one
 

@@ -60,7 +60,7 @@ type pack struct {
 	own      map[string][]ownService // by node: the services that may look different to it
 }
 
-// ownService is a service that may look different to a node than in the pack.
+// ownService is a service whose view at a node may differ from the view in the pack.
 type ownService struct {
 	state *api.ServiceState
 	// The operations that turn the view in the pack into the node's view. If it is nil, the
@@ -71,16 +71,18 @@ type ownService struct {
 // forgetAfter is the time after which the server drops an unused beginning.
 const forgetAfter = 5 * time.Minute
 
-// maxTurns limits the clients that begin at the same time. With many more, each would get
-// its data so slowly that its connection might fail, and it would begin again.
+// maxTurns limits the clients that begin at the same time. With many more clients, each
+// would receive data so slowly that its connection might fail, and it would begin
+// again.
 const maxTurns = 32
 
 // maxTurnsPerPeer limits the clients of one peer that begin at the same time. So a peer
-// cannot delay the clients of others.
+// cannot delay the clients of other peers.
 const maxTurnsPerPeer = maxTurns / 4
 
-// maxTurn is the time after which a client that reads slowly does not count any more. So
-// several malicious peers delay others by a limited time.
+// maxTurn is the time after which a client no longer counts towards these limits, even
+// if it has not read its first answer. So malicious peers that read slowly delay other
+// peers only for a limited time.
 const maxTurn = 5 * time.Second
 
 // noticeInterval is the time between two messages to a client that waits for its turn. It
@@ -205,7 +207,7 @@ const (
 )
 
 // pack returns the pack for the nodes of a zone. If few services look different to the
-// zone, the pack is that of all such zones.
+// zone, it shares a pack with all such zones.
 func (x *beginning) pack(kind packKind) *pack {
 	if 20*len(x.byZone[kind.zone]) <= x.snapshot.States.Len() {
 		kind.zone = ""
@@ -395,9 +397,9 @@ func (w *watch) patch(x *beginning, p *pack, state *api.ServiceState, to *target
 	return newDelta(old, new, w.who)
 }
 
-// withoutEqual returns v without what it has in common with another view of the same
-// state: the endpoints, which are sorted by address and ports, and the service except its
-// name.
+// withoutEqual returns v without the parts that equal those of another view of the same
+// state. The endpoints of both views are sorted by address and ports. Of an equal
+// service, only the name stays.
 func withoutEqual(v, other *api.View) *api.View {
 	out := *v
 	if slices.Equal(v.Unusable, other.Unusable) && slices.Equal(v.Lost, other.Lost) {
@@ -437,8 +439,9 @@ func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedNam
 }
 
 // compare returns the buckets in which the client's services differ from those of the
-// pack, changed by the given views. It also reports whether at most half of the services are
-// in these buckets. Tenants choose names, so one bucket may have most services.
+// pack after the changes in changed. It also reports whether at most half of the
+// services are in these buckets. Tenants choose names, so one bucket may have most
+// services.
 func (p *pack) compare(have *localv1.Digests, n int, changed map[types.NamespacedName]*wireView, who audience) (differ []uint32, few bool) {
 	all, send := 0, 0
 	for bucket, services := range p.buckets(n, changed, who) {

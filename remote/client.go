@@ -29,8 +29,8 @@ type ClientOptions struct {
 	// larger view, and keeps the last view of the service that was small enough, if any.
 	// Default: 1,000,000.
 	MaxElements int
-	// If Fallback is not nil, the client uses it while no server answers. FailFast excludes
-	// it.
+	// If Fallback is not nil, the client uses it while no server answers. It must be nil
+	// if FailFast is set.
 	Fallback *Fallback
 }
 

@@ -35,9 +35,10 @@ type DialOptions struct {
 	Discover func(context.Context) ([]string, error)
 	// If TLS is not nil, all connections use it.
 	TLS *TLS
-	// Insecure allows plaintext connections to other machines, and to unix sockets of other
-	// users. Without it and without TLS, the process that listens on a unix socket must run
-	// as root or as the user of this process. Only Linux reports that user.
+	// Insecure allows plaintext connections to other machines, and to unix sockets of
+	// other users. Without Insecure and without TLS, the process that listens on a unix
+	// socket must run as root or as the user of this process. Only Linux reports that
+	// user.
 	Insecure bool
 	// With FailFast, the client ends with an error when each address has failed once, or
 	// when a connection fails after a good answer. FailFast is for programs that run once.

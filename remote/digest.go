@@ -14,9 +14,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// A client that reconnects may find a server that does not know its token. So the client
-// also describes what it has by digests, which are the same for all servers. Each service
-// belongs to a bucket by its name. The server sends only the buckets whose digests differ.
+// A client that reconnects may find a server that does not know its token. So the
+// client also sends digests of its services. Any server can compare them. Each service
+// belongs to a bucket by its name. The server sends only the buckets whose digests
+// differ.
 //
 // Tenants choose the content of services. So the digest of a service is a whole SHA-256.
 // The digest of a bucket may be short, because it includes a random salt of the client.

@@ -81,7 +81,7 @@ func (e *entry) limit(maxElements int, before *entry) {
 	}
 	e.refused, e.shown = err.Error(), before.viewOrNil()
 	if e.shown != nil && e.shown.Service.UID != e.view.Service.UID {
-		e.shown = nil // a deleted service of the same name
+		e.shown = nil // the view is of a deleted service with the same name
 	}
 }
 

@@ -18,10 +18,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Fallback is where a client reads the cluster itself while no server answers.
+// Fallback says how a client reads the cluster itself while no server answers.
 type Fallback struct {
-	// After is the time without a server that answers and is not stale. Then the client uses
-	// Watch. Default: 1 minute.
+	// After is the time for which no server has answered, or only stale servers have,
+	// before the client uses Watch. Default: 1 minute.
 	After time.Duration
 	// Watch fills the state, and follows changes until ctx ends, as kube.Watch does. It must
 	// select the same services as the servers. The client ends ctx when a server answers

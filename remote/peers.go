@@ -202,9 +202,10 @@ type caller struct {
 	turns *semaphore.Weighted // those of the peer's account; set by admit
 }
 
-// callerOf returns the client of a stream. Several clients may use the same certificate,
-// so the name of the peer includes the client's address. With nodeCertificates, that of a
-// node does not.
+// callerOf returns the client of a stream. Several clients may use the same
+// certificate, so the name of the peer includes the client's address. With
+// nodeCertificates, the name of a peer with the certificate of a node does not include
+// the address.
 func callerOf(ctx context.Context, nodeCertificates bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)
 	info, ok := p.AuthInfo.(connInfo)

@@ -73,7 +73,7 @@ func (p *publisher) wait(seen *cluster.Objects, w waker) {
 	}
 	p.waiting[w] = struct{}{}
 	p.mu.Unlock()
-	<-w // without a lock afterwards, because all streams wake at the same time
+	<-w // take no lock after this, because all streams wake at the same time
 }
 
 // forget releases a waker. It is called when its stream ends.

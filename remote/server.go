@@ -55,9 +55,10 @@ type ServerOptions struct {
 	// MaxConnections limits the connections of all peers together. Default 20,000.
 	//
 	// Connections count after their TLS handshake. A quarter of this number may be in the
-	// handshake at the same time; above that, the server closes the oldest one of the IPv4
-	// address or IPv6 /64 that has the most. Without certificates, an IPv6 /64 can use half
-	// of the connections.
+	// handshake at the same time. If there are more, the server finds the IPv4 address or
+	// IPv6 /64 network with the most handshakes, and closes the oldest of them. All
+	// connections without certificates from one IPv6 /64 network can use half of
+	// MaxConnections.
 	MaxConnections int
 	// MaxConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
 	// Default 256.
@@ -77,7 +78,7 @@ type ServerOptions struct {
 	// ConnectionAge is the lifetime of a connection, plus or minus at most 10 %. Then the
 	// server asks the client to connect again, and ends its streams within a minute. So
 	// clients spread over servers, also over new ones, and their certificates are checked
-	// again. Clients continue with what they have. Default 30 minutes.
+	// again. A client that connects again receives only the changes. Default 30 minutes.
 	ConnectionAge time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int

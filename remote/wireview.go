@@ -263,7 +263,7 @@ func withoutLost(v *api.View) *api.View {
 		}
 	}
 	s := *v.Service
-	s.IPFamilies = s.Families() // without cluster IPs, it might return other families
+	s.IPFamilies = s.Families() // without cluster IPs, Families might return others
 	for _, set := range [...]*api.IPSet{&s.IPs.ClusterIPs, &s.IPs.LoadBalancerIPs, &s.IPs.ExternalIPs} {
 		for _, list := range [...]*[]netip.Addr{&set.V4, &set.V6} {
 			*list = slices.DeleteFunc(slices.Clone(*list), func(a netip.Addr) bool { return addrs[a] })
@@ -294,7 +294,7 @@ func (w *wireView) whole(who audience) []frame {
 	return w.wholes[who]
 }
 
-// content returns the content of a view, of which a client sends digests.
+// content returns the encoding of a view from which digests are computed.
 func (w *wireView) content(who audience) []byte {
 	if w.set == localv1.Set_FrontendsSet {
 		return w.service

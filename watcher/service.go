@@ -146,10 +146,10 @@ func frontendIPs(list []string, field string, r *report) api.IPSet {
 	return api.NewIPSet(addrs...)
 }
 
-// frontendIP returns the address s. If s is empty or not usable, it returns the zero Addr.
-// It reports an address that is invalid or means the host itself: a frontend there would
-// break other programs of each node. The problem names entry i of the field, or only the
-// field if i is -1.
+// frontendIP returns the address s. If s is empty or not usable, it returns the zero
+// Addr. It reports an address that is invalid, unspecified or loopback. At an
+// unspecified or loopback address, a frontend would break other programs on every node.
+// The problem names entry i of the field, or only the field if i is -1.
 func frontendIP(s, field string, i int, r *report) netip.Addr {
 	a, ok := parseAddr(s)
 	if ok && !a.IsUnspecified() && !a.IsLoopback() {
@@ -169,10 +169,11 @@ func frontendIP(s, field string, i int, r *report) netip.Addr {
 
 // sourceRanges converts spec.loadBalancerSourceRanges, which limits access to the
 // load-balancer IPs or, with a traffic parameter, to all frontends. Like kube-proxy, it
-// ignores the annotation for source ranges of the original load balancers.
+// ignores the old annotation for source ranges.
 //
-// If all ranges in the field are invalid, the result admits no clients. Ranges that are
-// denied become the ranges of all other addresses, so proxies need not know the difference.
+// If all ranges in the field are invalid, the result admits no clients. If the service
+// has denied ranges instead, the result has the ranges of all other addresses. So
+// proxies only handle admitted ranges.
 func sourceRanges(s *corev1.Service, ips *api.ServiceIPs, p *parameters.Service, r *report) []api.SourceRanges {
 	f := api.SourceRanges{TargetIPs: ips.LoadBalancerIPs}
 	if p.Everywhere {

@@ -24,7 +24,8 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	var r report
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		// If ServiceNameLabel is set, a slice without the label is just for other proxies.
+		// If ServiceNameLabel is set, a slice without the label is for other proxies, which
+		// is not a problem.
 		if c.options.ServiceNameLabel == "" {
 			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
 		}
@@ -164,7 +165,7 @@ func (c *Converter) details(e *discoveryv1.Endpoint) *api.EndpointDetails {
 	case d == api.EndpointDetails{}:
 		return nil
 	case d.Hostname != "" || d.Target != nil || d.Hints != nil && len(d.Hints.ForNodes)+len(d.Hints.ForZones) > 2:
-		own := d // hardly any other endpoint has the same
+		own := d // not shared: hardly any other endpoint has equal details
 		own.NodeName, own.Zone = c.ofSlices.string(d.NodeName), c.ofSlices.string(d.Zone)
 		return &own
 	default:

@@ -125,10 +125,10 @@ type Converter struct {
 	ofServices, ofSlices shared
 }
 
-// New returns a Converter. It returns an error if ServiceProxyName is not a valid label
-// value, if ServiceNameLabel is not a valid label name, or if a pattern in KeepLabels,
-// KeepAnnotations or KeepSliceLabels is malformed, or if a name in OtherAnnotations is
-// unknown.
+// New returns a Converter. It returns an error if an option is invalid:
+// ServiceProxyName must be a valid label value, ServiceNameLabel a valid label name,
+// each element of KeepLabels, KeepAnnotations and KeepSliceLabels a valid pattern, and
+// each element of OtherAnnotations a known name.
 func New(o Options) (*Converter, error) {
 	if faults := validation.IsValidLabelValue(o.ServiceProxyName); len(faults) > 0 {
 		return nil, fmt.Errorf("service proxy name %q: %s", o.ServiceProxyName, strings.Join(faults, "; "))
@@ -162,11 +162,11 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 	return c.options.Unselected(s) == ""
 }
 
-// WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
-// is not empty, the label [LabelServiceProxyName] of s must have this value. If
-// ServiceProxyName is empty, s must not belong to a headless service. In this case
-// WantsSlice ignores the label LabelServiceProxyName of s, which may be outdated. As with
-// kube-proxy, only the label of the service decides.
+// WantsSlice reports whether the labels of s select s for the proxy. If
+// ServiceProxyName is not empty, it must be the value of the label
+// [LabelServiceProxyName] of s. If ServiceProxyName is empty, s must not belong to a
+// headless service. In this case WantsSlice ignores the label LabelServiceProxyName of
+// s, which may be outdated. As with kube-proxy, only the label of the service decides.
 //
 // For its selectorless services (see [Selectorless]), a proxy with a ServiceProxyName
 // also needs slices without the label LabelServiceProxyName. The EndpointSlice controller

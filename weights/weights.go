@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package weights divides the connections to a service among other services by weight, such
-// as the versions of a program. The weight of a backend does not depend on its number of
-// endpoints.
+// Package weights divides the connections to a service among other services, its
+// backends, by weight. For example, the backends are versions of a program. The share
+// of a backend does not depend on its number of endpoints.
 package weights
 
 import (
@@ -25,20 +25,22 @@ type Backend struct {
 	Port string
 }
 
-// The address of a node has nothing at this port (tcpmux), so its kernel refuses connections.
+// closedPort is a port (tcpmux) at which no program on a node listens, so the kernel
+// refuses connections.
 const closedPort = 1
 
-// Divide returns EndpointSlices for a port of a service. The endpoints of each backend have
-// together a part of the connections in proportion to its weight, for each family. Slices do
-// not share endpoints with those of the backends. They have no topology hints, because these
-// would change the parts.
+// Divide returns EndpointSlices for a port of a service. In each family, the endpoints
+// of a backend together get a share of the connections that is proportional to the
+// backend's weight. The returned slices contain copies of the endpoints, without
+// topology hints, because hints would change the shares.
 //
-// A backend without endpoints keeps its part: its connections go to the internal address of
-// the node, at port 1, and the kernel refuses them. If the node is nil or has no address of
-// the family, the other backends get the part.
+// A backend without endpoints keeps its share: these connections go to the internal
+// address of the node, at port 1, and the kernel refuses them. If the node is nil or
+// has no address of the family, the other backends get the share.
 //
-// The weights are exact to 1 % of a backend's part, unless it has so many endpoints and such
-// a small part that its endpoints would need weights less than 1/65535 of others.
+// A share differs from the exact share by at most 1 % of the latter. The difference may
+// be larger if a backend has so many endpoints and such a small share that its
+// endpoints would need less than 1/65535 of the weight of other endpoints.
 func Divide(service types.NamespacedName, port *api.PortMapping, backends []Backend, node *api.Node) (all []*api.EndpointSlice) {
 	shares, groups := make([]int64, len(backends)), make([][]*api.EndpointSlice, len(backends))
 	for i, b := range backends {
@@ -100,8 +102,8 @@ func answers(group []*api.EndpointSlice, family api.Family) bool {
 
 var families = [...]api.Family{api.IPv4, api.IPv6}
 
-// total is the sum of the weights of all endpoints, if they are few. Dataplanes divide
-// traffic so finely.
+// total is the sum of the weights of all endpoints, unless there are too many endpoints
+// for it. Dataplanes can divide traffic this finely.
 const total = 4000
 
 // divide sets the weights of the endpoints in groups. If a group has no ready endpoint, the

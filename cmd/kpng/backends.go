@@ -135,7 +135,7 @@ func copyFlags(to, from *pflag.FlagSet) {
 			err = to.Set(f.Name, f.Value.String())
 		}
 		if err != nil {
-			panic(err) // the flag f has this value
+			panic(err) // cannot happen: the flag f has accepted this value
 		}
 	})
 }
@@ -210,8 +210,9 @@ func inspectorOf(name, instance string) (backends.Inspector, nodeview.Parameters
 	return nil, honours, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables, ipvs and ebpf can, on Linux)", name)
 }
 
-// inspect returns what the dataplane has for each explained frontend. The argument asked is
-// the address in the user's question, if any. With an error, it returns the results before.
+// inspect returns what the dataplane has for each explained frontend. The argument
+// asked is the address in the user's question, if any. If a frontend fails, it returns
+// the error and the results of the earlier frontends.
 func inspect(ctx context.Context, i backends.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) ([]inspection, error) {
 	var list []inspection
 	for _, f := range e.Frontends {

@@ -110,7 +110,7 @@ func printChecks(w io.Writer, report []checked, output string) error {
 func checkConfig(cmd *cobra.Command, file string) (findings []command.Finding) {
 	run, _, err := newRoot().Find([]string{"kube", "to-local", cmd.Name()})
 	if err != nil {
-		panic(err) // each backend has this command
+		panic(err) // cannot happen: each backend has this command
 	}
 	run.InheritedFlags() // merges the flags of the parents
 	flags := run.Flags()

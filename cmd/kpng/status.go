@@ -75,7 +75,7 @@ func request(ctx context.Context, address, page string) (*http.Response, error) 
 		return nil, usage.Errorf("parse --address %q, want host:port: %w", address, err)
 	}
 	if host == "" || host == "0.0.0.0" || host == "::" {
-		host = "127.0.0.1" // the program's flag may have such an address
+		host = "127.0.0.1" // the program may listen at such an address
 	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+net.JoinHostPort(host, port)+page, nil)
 	if err != nil {

@@ -84,9 +84,10 @@ var (
 	lastTimestamp = regexp.MustCompile(`(?m)^kubeproxy_sync_proxy_rules_last_(queued_)?timestamp_seconds(\S*) (\S+)$`)
 )
 
-// kubeProxySynced returns an error if kube-proxy's metrics do not show a sync of each IP
-// family. Each family has a label, and its queued timestamp exists before its first sync.
-// Versions without this label have metrics with the value 0 before their first sync.
+// kubeProxySynced returns an error if kube-proxy's metrics do not show a sync of each
+// IP family. The metrics of a family have a label, and a family has the queued
+// timestamp even before its first sync. Before the first sync, versions of kube-proxy
+// without this label have metrics with the value 0.
 func kubeProxySynced(metrics []byte) error {
 	if kpngMetric.Match(metrics) {
 		return errors.New("kpng still runs: these are its metrics")

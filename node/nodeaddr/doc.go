@@ -48,7 +48,7 @@ type Options struct {
 	ExcludeInterfaces []string
 }
 
-// Selection is a list of items, of which each selects addresses of a node. An empty list
+// Selection is a list of items. Each item selects addresses of a node. An empty list
 // means primary. The items are:
 //
 //   - primary: the InternalIPs of the Node object or, if it has none, its ExternalIPs.
@@ -67,10 +67,10 @@ type Selection []string
 // read the addresses. If it cannot read them again later, it logs an error, and the Source
 // keeps the last known addresses.
 //
-// On Linux, the Source notices a changed address immediately. It notices a changed default
-// route, and changes on other systems, within 10 seconds. The Source has a method
-// SetNode(*api.Node), through which the dataplanes of this module pass it the Node object
-// that has the primary addresses.
+// On Linux, the Source notices a changed address immediately. It notices a changed
+// default route, and changes on other systems, within 10 seconds. The Source needs the
+// Node object for the primary addresses. The dataplanes of this module pass it to the
+// Source's method SetNode(*api.Node).
 func Watch(ctx context.Context, opts Options) (Source, error) {
 	w, err := nodeaddrs.New(nodeaddrs.Options{Selection: opts.Selection, ExcludeInterfaces: opts.ExcludeInterfaces})
 	if err != nil {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package file fills a cluster.State from manifests. A manifest contains Kubernetes
-// objects in YAML or JSON, written by hand or by the command kubectl get
-// services,endpointslices,nodes -A -o yaml, or by the command kpng … to-file. [Watch]
-// reads manifests and follows their changes.
+// objects in YAML or JSON. It may be written by hand, by "kubectl get
+// services,endpointslices,nodes -A -o yaml", or by "kpng … to-file". [Watch] reads
+// manifests and follows their changes.
 //
 // A path is a file or a folder. In a folder, the package reads files whose names end in
 // .yaml, .yml or .json and do not begin with a dot. It reads Services and Nodes (v1) and

@@ -34,7 +34,7 @@ type manifests struct {
 	slices   []*api.EndpointSlice
 	nodes    []*api.Node
 	warnings []string            // about ignored parts and likely mistakes
-	problems []func(*cluster.Tx) // write the invalid parts of objects
+	problems []func(*cluster.Tx) // record the invalid parts of objects in the state
 	files    int
 }
 

@@ -6,12 +6,13 @@
 //
 //	err := gateway.Watch(ctx, state, gateway.Options{Config: config, NodeName: node, Controller: "example.com/gateway"})
 //
-// Each Gateway has a Service without a selector, with the name of the Gateway, a hyphen and
-// the name of its GatewayClass. The API server gives this Service its cluster IPs, and the
-// cluster's DNS gives it a name. Its label service.kubernetes.io/service-proxy-name makes
-// kube-proxy ignore it. In the state, the Gateway has the cluster IPs of this Service, and
-// the endpoints of the backends of its routes. A state is for one node, because the node
-// refuses connections to backends without endpoints (see [weights.Divide]).
+// Each Gateway has a Service without a selector, with the name of the Gateway, a hyphen
+// and the name of its GatewayClass. The API server gives this Service its cluster IPs,
+// and the cluster's DNS gives it a name. Its label
+// service.kubernetes.io/service-proxy-name makes kube-proxy ignore it. In the state,
+// the Gateway has the cluster IPs of this Service, and the endpoints of the backends of
+// its routes. A state is for one node, because it contains an address of this node,
+// which refuses connections to backends without endpoints (see [weights.Divide]).
 //
 // The Gateway API must have version 1.6 or later, with TCPRoute and UDPRoute in v1.
 //
@@ -51,7 +52,7 @@ type Options struct {
 	// Controller selects the GatewayClasses with this controllerName.
 	Controller string
 	// WriteStatus makes Watch create the Services of Gateways, and write the status of
-	// GatewayClasses, Gateways and routes. Exactly one process of the cluster sets it.
+	// GatewayClasses, Gateways and routes. Set it in exactly one process of the cluster.
 	WriteStatus bool
 }
 

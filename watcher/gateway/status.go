@@ -52,7 +52,7 @@ func (s *source) process(ctx context.Context, key objects.Key) (err error) {
 		_, failed = s.client.Resource(resources[key.Kind]).Namespace(o.Namespace).Patch(ctx, o.Name, types.MergePatchType, body, metav1.PatchOptions{}, "status")
 	}
 	if apierrors.IsConflict(failed) || apierrors.IsNotFound(failed) {
-		failed = nil // the watch will deliver the change
+		failed = nil // not an error: the watch delivers the change, and process runs again
 	}
 	return errors.Join(err, failed)
 }
@@ -63,7 +63,8 @@ func (s *source) serves(g *object) bool {
 	return class != nil && class.Spec.ControllerName == s.Controller
 }
 
-// serve writes the service of a gateway, and its status to now.
+// serve writes the service of a gateway to the state, and sets the gateway's status in
+// now.
 func (s *source) serve(ctx context.Context, g *object, now *status) (err error) {
 	service, list, attached := s.translate(g)
 	s.out.Update(func(tx *cluster.Tx) {
@@ -76,7 +77,8 @@ func (s *source) serve(ctx context.Context, g *object, now *status) (err error) 
 			message = err.Error()
 		}
 		if apierrors.IsAlreadyExists(err) {
-			err = nil // it is new, or belongs to another program; a change of it repeats this
+			// The Service is new or belongs to another program. serve runs again when it changes.
+			err = nil
 		}
 	}
 	now.Addresses, now.Listeners = nil, nil
@@ -140,7 +142,7 @@ func (s *source) create(ctx context.Context, g *object, service *api.Service) er
 	return err
 }
 
-// report writes the status of a route to now. It keeps what other controllers wrote.
+// report sets the status of a route in now. It keeps the entries of other controllers.
 func (s *source) report(r *object, now *status) {
 	_, reason, message := s.resolve(r)
 	now.Parents = []parentStatus{}

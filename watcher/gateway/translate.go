@@ -78,7 +78,7 @@ func (s *source) admits(g *object, l *listener, r *object) bool {
 // ResolvedRefs.
 func (s *source) resolve(r *object) (all []weights.Backend, reason, message string) {
 	reason = "ResolvedRefs"
-	for _, rule := range r.Spec.Rules { // the API admits one
+	for _, rule := range r.Spec.Rules { // the API admits only one rule
 		for _, ref := range rule.BackendRefs {
 			backend := weights.Backend{Weight: ref.Weight}
 			if why := s.find(&backend, r, &ref); why != "" {

@@ -36,10 +36,11 @@ type client struct {
 }
 
 // newClient returns a client with its own connections, so that closing them affects no
-// other client. Closing only idle connections is not enough, because a connection with a
-// canceled watch can still be busy. After ctx ends, the client opens no connections. The
-// client makes items of objects with the store for their kind. It returns a complete
-// object if no such store exists, or if the caller passes the object to decode into.
+// other client. Closing only idle connections is not enough, because a connection with
+// a canceled watch can still be busy. After ctx ends, the client opens no connections.
+// The client converts each object to an item, with the store for the object's kind. It
+// returns a complete object if there is no such store, or if the caller passes the
+// object to decode into.
 func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme, networkingv1.AddToScheme} {

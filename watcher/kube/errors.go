@@ -78,7 +78,7 @@ func (r *reporter) request(ctx context.Context, verb string, err error) error {
 	}
 	again := r.failing.Swap(true)
 	r.outcome(r.resource.Resource, false)
-	if !again || !isAbsent(r.resource, err) { // an old server always answers so
+	if !again || !isAbsent(r.resource, err) { // log once that the server is too old
 		klog.FromContext(ctx).Error(e, "Request to the API server failed; retrying")
 	}
 	return e

@@ -31,10 +31,11 @@
 // slices of other services.
 //
 // When a service becomes wanted, Watch writes the service together with its slices. It
-// waits for a slice with the label, and then requests the slices. It waits for less than a
-// second, or for up to six seconds if many services become wanted. If a request fails,
-// Watch writes the service without them, and repeats the request with a backoff of up to a
-// minute. Other services and slices never wait for a request.
+// first waits for a slice with the label, for less than a second, or for up to six
+// seconds if many services become wanted. If no such slice arrives, it requests the
+// slices. If a request fails, Watch writes the service without them, and repeats the
+// request with a backoff of up to a minute. Other services and slices never wait for a
+// request.
 package kube
 
 import (
@@ -189,7 +190,7 @@ func (w *watch) listed(resource string) {
 	}
 }
 
-// warnOfName logs a warning if no service is for a named proxy, because the name may be
+// warnOfName logs a warning if a named proxy has no services, because the name may be
 // misspelled.
 func (w *watch) warnOfName() {
 	if w.opts.ServiceProxyName == "" {

@@ -216,8 +216,8 @@ func noEOF(err error) error {
 	return err
 }
 
-// objectSerializer is a Serializer for the events of watches. It makes items of objects,
-// with the store for their kind.
+// objectSerializer is a Serializer for the events of watches. It converts objects to
+// items, with the store for their kind.
 type objectSerializer struct {
 	runtime.Serializer
 	stores map[string]objectStore

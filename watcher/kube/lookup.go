@@ -16,12 +16,14 @@ import (
 )
 
 const (
-	// gatherFor is the least time from a service that becomes wanted to the request for its
-	// slices. Usually a slice with the proxy's label arrives in this time, and no request is
-	// needed. One request serves all services that became wanted in this time.
+	// gatherFor is the minimum time from the moment when a service becomes wanted to the
+	// request for its slices. Usually a slice with the proxy's label arrives in this
+	// time, and no request is needed. One request serves all services that became wanted
+	// in this time.
 	gatherFor = 500 * time.Millisecond
-	// findTimeout limits the requests for the slices of all queued services. After a failure,
-	// slowFindTimeout does, because then no service is held back until the answer arrives.
+	// findTimeout limits the requests for the slices of all queued services. After a
+	// failure, the longer slowFindTimeout applies, because then no service is held back
+	// until the answer arrives.
 	findTimeout     = 5 * time.Second
 	slowFindTimeout = 30 * time.Second
 	// The pause between requests doubles, up to busyPause while requests succeed, and up to
@@ -38,12 +40,12 @@ const (
 type finder func(ctx context.Context, services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
 // lookUp requests the slices of services that have become wanted or have lost their
-// selector. Until then, a service that has become wanted is held back, so that it appears
-// together with its endpoints. It is written in any case when the request has ended or has
-// failed, so it waits for about 15 seconds at most. Other services and slices never wait.
+// selector. A service that has become wanted is held back until the answer, so that it
+// appears together with its endpoints. It is written even if the request fails, so it
+// waits for about 15 seconds at most. Other services and slices never wait.
 //
 // Slices change during a request. The answer does not replace a slice that was written
-// meanwhile, because nothing tells which of the two is newer. A watch without a filter
+// meanwhile, because it is unknown which of the two is newer. A watch without a filter
 // delivers the newest version anyway. With a filter, the service is looked up again.
 type lookUp struct {
 	find finder

@@ -16,8 +16,9 @@ import (
 )
 
 const (
-	// labelledWithin is the time that the EndpointSlice controller has for labelling slices.
-	// If slices still lack the label then, a watch without a filter begins.
+	// labelledWithin is the time that the EndpointSlice controller has for labelling
+	// slices. If slices still lack the label after this time, a watch without a filter
+	// begins.
 	labelledWithin = 5 * time.Second
 	// filteredAfter is how long the watch stays unfiltered after a filter becomes possible.
 	// The delay saves listings, because a new watch lists the slices again.
@@ -214,7 +215,7 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 		if !n.selects(i.unlabelled) {
 			i.value = nil
 		} else if i.dropped {
-			return // the service became wanted since, so its look-up finds this version or a newer one
+			return // the service became wanted after decoding, so its look-up finds this version or a newer one
 		}
 	}
 	n.lookUp.noteChange(i.key)
@@ -239,7 +240,8 @@ func (n sliceSelection) replace(all []*item[api.EndpointSlice]) {
 			case !n.selects(i.unlabelled):
 				i.value = nil
 			case i.dropped && ok && o.service == i.unlabelled.service:
-				// The service became wanted since, and a look-up has found the slice.
+				// The service became wanted after the slice was decoded, and a look-up has
+				// found the slice.
 				i.value = n.sliceInState(i.key, o.service)
 			}
 		}

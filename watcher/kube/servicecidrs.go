@@ -17,10 +17,11 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// FollowServiceCIDRs calls set with the CIDRs of all ServiceCIDR objects, in any order, when
-// it has listed them, and again after each change of an object. When ctx ends, it returns
-// nil. Calls of set do not overlap, and the slice belongs to set. As in kube-proxy, an object
-// counts from its creation until its deletion, whether or not it is ready.
+// FollowServiceCIDRs calls set with the CIDRs of all ServiceCIDR objects, in any order,
+// when it has listed them, and again after each change of an object. When ctx ends, it
+// returns nil. Calls of set do not overlap, and set may keep and modify its argument.
+// As in kube-proxy, an object counts from its creation until its deletion, whether or
+// not it is ready.
 //
 // If a request fails, FollowServiceCIDRs logs the error and retries with a backoff of up to a
 // minute. So while the API server cannot be reached, or has no such objects (before v1.33),

@@ -34,8 +34,8 @@ type source struct {
 	// refused is the time at which a server last refused newFields.
 	refused time.Time
 
-	// latest makes the next list return the server's latest state. If it is false, the
-	// server may return a cached state that is older than earlier events.
+	// latest makes the next list return the server's latest state. If latest is false,
+	// the server may return a cached state that is older than earlier events.
 	latest atomic.Bool
 	// resumed is true if a watch has begun since the last list.
 	resumed bool
@@ -127,10 +127,11 @@ func (src *source) listWatch(r *reporter, store objectStore) listwatch.Plain {
 	)
 }
 
-// check looks once whether the server's resource version is lower than since, from which
-// watch has begun. Then etcd was restored from a backup. The watch would deliver nothing
-// until the server reaches the version again, and then it would omit changes. So check
-// ends the watch, and the reflector lists all objects again.
+// check compares the server's resource version once with since, the version at which
+// watch has begun. If the server's version is lower, etcd was restored from a backup.
+// The watch would then deliver nothing until the server reaches the version since
+// again, and would omit the changes before that. So check ends the watch, and the
+// reflector lists all objects again.
 func (src *source) check(ctx context.Context, r *reporter, since string, watch watchapi.Interface) {
 	for delay := checkAfter; ; delay = min(2*delay, time.Minute/2) {
 		select {
@@ -161,7 +162,7 @@ func (src *source) version(ctx context.Context, node string) (string, error) {
 	defer cancel()
 	name := "kubernetes" // a Service and its EndpointSlice, or a ServiceCIDR
 	if src.resource.Resource == nodes {
-		name = cmp.Or(node, name) // the proxy may have the permission for its own node only
+		name = cmp.Or(node, name) // the proxy may have permission for its own Node only
 	}
 	options := metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String(), Limit: 1}
 	o, err := src.request(&options).NamespaceIfScoped(metav1.NamespaceDefault, !isClusterScoped(src.resource.Resource)).Do(ctx).Get()

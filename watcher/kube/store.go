@@ -313,7 +313,8 @@ func (s *stores) byKind() map[string]objectStore {
 }
 
 // newStores returns stores that pass the objects for the proxy to the state. The
-// selection calls find to request EndpointSlices, for the services of the time gather.
+// selection calls find to request EndpointSlices. Each call is for the services that
+// became wanted within the time gather.
 func (w *watch) newStores(find finder, gather time.Duration) *stores {
 	d := newDecoders(w.opts.Options)
 	s := &stores{

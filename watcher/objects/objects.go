@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package objects follows objects of any kinds in an API server, for sources that make
-// services of objects that are not Services. It does what a controller does: it keeps the
-// objects, finds those that depend on a changed object, and repeats what failed.
+// Package objects follows objects of any kinds in an API server, for sources that
+// derive services from objects of other kinds. Like a controller, it keeps the objects,
+// finds those that depend on a changed object, and retries after errors.
 //
 // The program declares a type with the fields that it needs. One type serves all kinds: the
 // JSON form of an object sets the fields that the object has.
@@ -75,9 +75,10 @@ type entry[T any] struct {
 // byReference is the name of the index by references.
 const byReference = "references"
 
-// New returns a Store of the objects of some kinds. The map resources has the resource of each
-// kind. The function references returns the keys of the objects to which an object refers,
-// which may also have kinds that are not in the Store. It must depend on the object alone.
+// New returns a Store of the objects of some kinds. The map resources has the resource
+// of each kind. The function references returns the keys of the objects to which an
+// object refers. Their kinds need not be in the Store. The result must depend on the
+// object alone.
 func New[T any](client dynamic.Interface, resources map[string]schema.GroupVersionResource, references func(object *T) []Key) *Store[T] {
 	s := &Store[T]{
 		references: references,
@@ -104,8 +105,8 @@ func New[T any](client dynamic.Interface, resources map[string]schema.GroupVersi
 	return s
 }
 
-// decode returns the entry of an object. If the object has not the form of T, the entry has
-// no object, so that other objects remain usable.
+// decode returns the entry of an object. If T cannot represent the object, the entry
+// has no object, so that other objects remain usable.
 func (s *Store[T]) decode(kind string, o any) any {
 	u, ok := o.(*unstructured.Unstructured)
 	if !ok {
@@ -126,11 +127,12 @@ func (s *Store[T]) decode(kind string, o any) any {
 	return e
 }
 
-// Run calls process for each object, until ctx ends. It calls it again when the object is
-// changed or deleted, when an object changes that refers to it, and when an object changes to
-// which it refers, directly or over other objects. After an error, it logs the error and
-// repeats the call with a growing delay. Calls do not overlap. Run calls synced when it has
-// called process for each object that existed at its start. It may be called once.
+// Run calls process for each object, until ctx ends. It calls process again for an
+// object when one of these changes or is deleted: the object itself, an object that
+// refers to it, or an object to which it refers, directly or through other objects.
+// After an error, it logs the error and repeats the call with a growing delay. Calls do
+// not overlap. Run calls synced when it has called process for each object that existed
+// when Run began. Run may be called only once.
 func (s *Store[T]) Run(ctx context.Context, process func(ctx context.Context, key Key) error, synced func()) {
 	defer context.AfterFunc(ctx, s.queue.ShutDown)()
 	var running sync.WaitGroup
@@ -176,8 +178,8 @@ func (s *Store[T]) handle(o any) {
 	s.Changed(e.key)
 }
 
-// Changed makes Run process what depends on an object that is not in the Store, such as a
-// Service.
+// Changed makes Run process the objects that depend on the object with this key. Call
+// it for changes of objects that are not in the Store, such as Services.
 func (s *Store[T]) Changed(key Key) {
 	seen := map[Key]bool{}
 	var visit func(key Key)
@@ -219,7 +221,8 @@ func (s *Store[T]) referring(key Key) (all []*entry[T]) {
 	return all
 }
 
-// Get returns an object, or nil if it does not exist or has not the form of T.
+// Get returns an object. It returns nil if the object does not exist, or if T cannot
+// represent it.
 func (s *Store[T]) Get(key Key) *T {
 	informer := s.informers[key.Kind]
 	if informer == nil {

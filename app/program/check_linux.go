@@ -57,8 +57,8 @@ func kernelVersion() command.Finding {
 	return f
 }
 
-// otherProxies are programs whose rules kpng does not touch. Their chains, or a file of
-// theirs, begin with the prefix.
+// otherProxies are programs whose rules kpng does not touch. The names of their chains,
+// or of one of their files, begin with the prefix.
 var otherProxies = []struct{ prefix, name, text string }{
 	{"cali-", "Calico", "kpng works beside its policies; turn off its eBPF dataplane, which serves services itself"},
 	{"CILIUM_", "Cilium", "kpng works beside it only with kubeProxyReplacement=false and socketLB.enabled=false"},

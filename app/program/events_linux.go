@@ -145,8 +145,8 @@ func (w *eventsWriter) serviceRefused(key types.NamespacedName, reason error) {
 	w.add(serviceReference(key), "ServiceRefused", "Proxy", reason.Error())
 }
 
-// healthCheckFailed adds an Event for a health-check node port that cannot be opened. Its
-// reason is the same as in kube-proxy.
+// healthCheckFailed adds an Event for a health-check node port that cannot be opened.
+// The Event has the same reason as in kube-proxy.
 func (w *eventsWriter) healthCheckFailed(service types.NamespacedName, at netip.AddrPort, err error) {
 	w.add(serviceReference(service), "FailedToStartServiceHealthcheck", "Listen", fmt.Sprintf("node %s cannot serve health checks at %s: %v", w.node, at, err))
 }
@@ -224,7 +224,7 @@ func (w *eventsWriter) write(ctx context.Context, event *eventsv1.Event) error {
 	return err
 }
 
-// metricsWithEvents is metrics that also become Events of Kubernetes.
+// metricsWithEvents passes reports to metrics, and also writes Events for some of them.
 type metricsWithEvents struct {
 	*metrics.Metrics
 	events *eventsWriter

@@ -25,12 +25,13 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// excludedPods knows the pods of the node that a label selector excludes from eBPF: pods with
-// matching labels, and all pods of namespaces with matching labels. It reads only metadata
-// from the API server: that of matching namespaces, and of all pods of the node that have not
-// ended. A selector of pods is of no use, because pods of a matching namespace need no label.
+// excludedPods knows the pods of the node that a label selector excludes from eBPF:
+// pods with matching labels, and all pods of namespaces with matching labels. It reads
+// only metadata from the API server: that of matching namespaces, and of all pods of
+// the node that have not ended. It cannot request only pods with matching labels,
+// because pods of a matching namespace need no label.
 type excludedPods struct {
-	sink.Sink // starts and stops with it
+	sink.Sink // the wrapped sink; both start and stop together
 	selector  labels.Selector
 
 	pods, namespaces     cache.Store
@@ -144,9 +145,9 @@ func (e *excludedPods) uids() (pods []types.UID, known bool) {
 // listTimeout is how long Start waits for the excluded pods.
 const listTimeout = 10 * time.Second
 
-// Start implements sink.Starter. It waits a limited time for the pods, so that the programs
-// exclude them from their first connection on. After that, excluded pods that the node already
-// knew stay excluded.
+// Start implements sink.Starter. It waits a limited time for the pods, so that the
+// programs exclude them from their first connection on. If the pods are not known by
+// then, the programs keep excluding those that an earlier process excluded.
 func (e *excludedPods) Start(ctx context.Context) error {
 	e.once.Do(func() {
 		following, end := context.WithCancel(context.WithoutCancel(ctx))

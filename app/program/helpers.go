@@ -21,7 +21,7 @@ func flagValue(fs *pflag.FlagSet, name string) string {
 	return ""
 }
 
-// asInKubeProxy is the help of metrics with kube-proxy's names.
+// asInKubeProxy is the help text of metrics that have kube-proxy's names.
 const asInKubeProxy = "As in kube-proxy."
 
 // kubeProxyNamed returns a collector with the metrics of c under the name that kube-proxy

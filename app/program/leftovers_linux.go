@@ -224,7 +224,8 @@ func cleanUp(ctx context.Context, i instance, bpffs string) error {
 	case "ipvs":
 		return clean(ipvs.New(ipvs.Options{Options: backends.Options{Instance: i.name}, Drain: drainTime}))
 	case "ebpf":
-		// Its table belongs to the backend nftables.
+		// Clean up only the backend ebpf. The table of nftables beside it is a leftover of
+		// its own.
 		nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
 		return clean(ebpf.New(nothing, ebpf.Options{Options: backends.Options{Instance: i.name}, BPFFS: bpffs}))
 	case "userspace":

@@ -22,8 +22,8 @@ type lateReplies struct {
 	family api.Family
 	// identities identify the entries that the replies create.
 	identities [][]byte
-	// at is the time of the next deletion of these entries. wait is the
-	// pause before that deletion.
+	// at is the time of the next deletion of these entries. wait is the pause before that
+	// deletion.
 	at   time.Time
 	wait time.Duration
 }

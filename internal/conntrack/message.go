@@ -51,8 +51,9 @@ const (
 
 	statusSeenReply = 1 << 1
 
-	// TCP states of connection tracking. The states between these two are the others of
-	// connections that are or were established, and are not closed on both sides.
+	// TCP states of connection tracking. The states from tcpSynRecv to tcpCloseWait are
+	// those of connections that are or were established, and are not closed on both
+	// sides.
 	tcpSynSent   = 1
 	tcpSynRecv   = 2
 	tcpCloseWait = 5
@@ -187,7 +188,7 @@ type filter struct {
 
 func filterOf(d destination) filter { return filter{addr: d.addr, port: d.port} }
 
-// union returns the filter of all destinations of f and o.
+// union returns a filter that matches the destinations of f and those of o.
 func (f filter) union(o filter) filter {
 	if f.addr != o.addr {
 		f.addr = netip.Addr{}
@@ -199,10 +200,11 @@ func (f filter) union(o filter) filter {
 	return f
 }
 
-// encodeDump encodes the message that requests the entries of kind k that match a filter.
-// The kernel can filter by one port and by one IPv4 address. For TCP, it also omits
-// entries with a reply, unless the filter needs them. Where the kernel cannot filter, the dump has more entries. Kernels
-// before 5.8 do not filter by address and port.
+// encodeDump encodes the message that requests the entries of kind k that match a
+// filter. The kernel can filter by one port and by one IPv4 address. For TCP, it also
+// omits entries with a reply, unless the filter needs them. Where the kernel cannot
+// filter, the dump has more entries. Kernels before 5.8 do not filter by address and
+// port.
 func encodeDump(w *netfilter.Builder, k kind, f filter) {
 	flags := uint32(filterProtoNum)
 	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(k.family))

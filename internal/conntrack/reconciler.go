@@ -37,8 +37,8 @@ type Options struct {
 }
 
 // Reconciler deletes the entries of stale connections, and resets established TCP
-// connections to lost endpoints. It has the methods of a sink, so
-// that another sink can embed it.
+// connections to lost endpoints. It has the methods of a sink, so that another sink can
+// embed it.
 //
 // Call Sync after the changes have been programmed, even if single services failed. Sync
 // always returns nil. If a read of the table fails, the Reconciler logs the failure, passes

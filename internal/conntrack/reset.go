@@ -28,7 +28,7 @@ type lostConnection struct {
 // ends are the addresses between which a client's packets are sent.
 type ends struct{ from, to netip.AddrPort }
 
-// resetter resets connections. A connection ends for a client that only waits for data, too:
+// resetter resets connections, even those of clients that only wait for data:
 //
 //   - The kernel destroys a socket of this node itself.
 //   - Another client gets a SYN+ACK segment from the address of the service. Connection
@@ -37,7 +37,8 @@ type ends struct{ from, to netip.AddrPort }
 //     The resetter reads this segment before the kernel translates it, and sends a reset
 //     with the right sequence number to the client, and to the endpoint.
 //
-// Then the resetter deletes the entry. Until then, it translates what is on its way.
+// Then the resetter deletes the connection-tracking entry. Until then, the entry
+// translates the packets that are on their way.
 type resetter struct {
 	netNS int
 	wake  chan struct{} // has a value while connections may be waiting
@@ -53,11 +54,11 @@ type resetter struct {
 }
 
 const (
-	// maxWaiting limits the memory for connections, and maxWaitingOf those of a destination.
-	// Further connections are found by a later pass.
+	// maxWaiting limits the waiting connections, and maxWaitingOf those of one
+	// destination. A later pass finds further connections.
 	maxWaiting, maxWaitingOf = 64 << 10, 16 << 10
-	// maxInWork limits the connections in work, and maxInWorkOf those of a destination. A
-	// client that does not answer is in work until it has got all segments.
+	// maxInWork limits the connections in work, and maxInWorkOf those of one destination.
+	// A client that does not answer is in work until it has got all segments.
 	maxInWork, maxInWorkOf = 1024, 256
 	// linger is the time between a reset and the deletion of its entry.
 	linger = 20 * time.Millisecond
@@ -211,7 +212,8 @@ func (r *resetter) resetAll(ctx context.Context) {
 			break
 		}
 		if net == nil {
-			// The next packets of the clients may still be reset by others.
+			// The resetter can only delete the entries. Another host may still reset the
+			// clients when they send their next packets.
 			over = over[:0]
 			for _, w := range work {
 				over = append(over, w)
@@ -282,7 +284,7 @@ func (r *resetter) exchange(net *packets, work map[ends]*inWork, added bool, ove
 		reset := segment{from: w.to, to: w.client, seq: s.ack, flags: flagRST}
 		if e := net.send(reset); e != nil {
 			err = fmt.Errorf("send a reset to client %s: %w", w.client, e)
-			continue // the client's next answer is another attempt
+			continue // the client's next answer leads to another attempt
 		}
 		// The endpoint may be gone, so it does not matter whether these segments reach it.
 		reset = segment{from: w.back, to: w.endpoint, seq: s.seq, flags: flagRST}

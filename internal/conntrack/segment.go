@@ -112,7 +112,7 @@ type packets struct {
 	buf                        [128]byte
 }
 
-// tick limits one call of the method receive.
+// tick is the maximum duration of one call of the method receive.
 const tick = 10 * time.Millisecond
 
 // openPackets opens the sockets in a network namespace. It needs CAP_NET_RAW.

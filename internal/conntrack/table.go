@@ -23,10 +23,11 @@ type kind struct {
 	protocol uint8
 }
 
-// deleteStale deletes the stale flows of kind k that match a filter. It passes those that
-// are established connections to the function reset. It returns how many
-// entries it has read and how many it has deleted. It also returns the identities of the
-// entries that the kernel would create for late replies of the deleted flows.
+// deleteStale deletes the stale flows of kind k that match a filter. If a stale flow is
+// an established connection, it passes the flow to the function reset instead. It
+// returns how many entries it has read and how many it has deleted. It also returns the
+// identities of the entries that the kernel would create for late replies of the
+// deleted flows.
 func deleteStale(ctx context.Context, netNS int, k kind, f filter, stale func(flow) bool, reset func(lostConnection)) (seen, ended int, late [][]byte, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()

@@ -17,14 +17,15 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ErrNotFound is in the error of a question that names an unknown service. The service
-// may exist without being selected for the proxy; see watcher.Options.Unselected.
+// ErrNotFound is wrapped by the error for a question that names an unknown service. The
+// service may exist without being selected for the proxy; see
+// watcher.Options.Unselected.
 var ErrNotFound = errors.New("not found")
 
-// Explain yields the explanations that answer q, sorted by service. Without an answer, it
-// yields one error, which names the service or address and lists frontends at the same
-// address. The node must not be nil. If the node has no addresses, no question about an
-// address of the node finds a node port.
+// Explain yields the explanations that answer q, sorted by service. Without an answer,
+// it yields one error, which names the service or address and lists frontends at the
+// same address. The node must not be nil. If the node has no addresses, questions about
+// an address of the node find no node ports.
 func (q Question) Explain(s *cluster.Snapshot, node *api.Node) iter.Seq2[*nodeview.Explanation, error] {
 	return q.answers(&services{
 		node: node,

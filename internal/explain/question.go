@@ -107,8 +107,8 @@ func (q Question) address() string {
 }
 
 // matches reports whether a frontend is at the question's address, port and protocol. A
-// node port matches at all node addresses and loopback addresses, even if the proxy provides
-// it only at some.
+// node port matches at all node addresses and loopback addresses, even if the proxy
+// serves it only at some of them.
 func (q Question) matches(k nodeview.FrontendKey, node *api.Node) bool {
 	asksProtocol := q.protocol == api.UnknownProtocol || q.protocol == k.Protocol
 	if q.nodePorts != 0 {

@@ -30,8 +30,8 @@ type Tasks struct {
 	stop        context.CancelFunc
 }
 
-// Start starts connection tracking and the watcher, or those that the options have in
-// their place. If Start fails, no goroutine is left.
+// Start starts connection tracking and the watcher. If the options provide a sink or a
+// source of addresses instead, Start uses these. If Start fails, no goroutine is left.
 func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if t.Addresses = o.NodeAddresses; t.Addresses == nil {
@@ -53,8 +53,9 @@ func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 	return nil
 }
 
-// Resets reports whether connection tracking with these options resets connections to lost
-// endpoints (nodeview.Existing.Resets). A sink in Options.Conntrack says so itself.
+// Resets reports whether connection tracking with these options resets connections to
+// lost endpoints (nodeview.Existing.Resets). It is false if Options.Conntrack is set:
+// that sink itself says whether it resets connections.
 func Resets(o *backends.Options) bool {
 	if o.Conntrack == nil {
 		return true

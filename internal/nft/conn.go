@@ -60,10 +60,11 @@ func (c *Conn) Query(ctx context.Context, fill func(*Writer), f func(attributes 
 // attribute attr has this value.
 //
 // The kernel answers in several messages. Before each further message, it skips as many
-// objects of this table as it has already sent. The kernel reports an interruption if any
-// table changed between two messages. Only a change of this table matters, and other
-// programs should not change it, so list ignores interruptions. After a change by another
-// program, the generation of nf_tables is another one, and callers read the table again.
+// objects of this table as it has already sent. The kernel reports an interruption if
+// any table changed between two messages. Only a change of this table matters, and
+// other programs should not change it, so list ignores interruptions. If another
+// program changes the table, the generation of nf_tables changes, and callers read the
+// table again.
 func (c *Conn) list(ctx context.Context, msg int, attr uint16, name string, f func(attributes []byte)) error {
 	err := c.Query(ctx, func(w *Writer) { w.named(msg, unix.NLM_F_DUMP, attr, name) }, f)
 	if errors.Is(err, netfilter.ErrInterrupted) {

@@ -43,8 +43,8 @@ func number(attr uint16, v uint32) string {
 	return octets(attr, binary.BigEndian.AppendUint32(nil, v)...)
 }
 
-// Registers have four octets each, and the first is 0. Data or keys longer than four octets
-// also use the next registers.
+// Registers have four octets each. Their numbers begin with 0. Data or keys longer than
+// four octets also use the next registers.
 func register(attr uint16, register int) string {
 	if register%4 == 0 {
 		return number(attr, uint32(unix.NFT_REG_1+register/4))
@@ -253,7 +253,8 @@ func (k *Key) Masked(mask []byte) *Key {
 	return k.add(bitwise(k.register-len(mask)/4, mask, make([]byte, len(mask))), 0)
 }
 
-// PrefixMask returns the mask of the prefixes of a family with a length.
+// PrefixMask returns the mask of a prefix that has the given number of bits and
+// addresses of a family.
 func PrefixMask(family api.Family, bits int) []byte {
 	mask := make([]byte, AddrLen(family))
 	for i := range bits {
@@ -323,7 +324,8 @@ var (
 	Return = verdict(unix.NFT_RETURN, "")
 )
 
-// Jump sends packets to a chain, and then on to the next rule.
+// Jump sends packets to a chain. Packets that return from the chain continue with the
+// next rule.
 func Jump(chain string) Rule { return verdict(unix.NFT_JUMP, chain) }
 
 // GoTo sends packets to a chain, from which they do not come back.
@@ -337,7 +339,7 @@ func verdict(code int32, chain string) Rule {
 	return expression("immediate", number(unix.NFTA_IMMEDIATE_DREG, unix.NFT_REG_VERDICT), nested(unix.NFTA_IMMEDIATE_DATA, nested(unix.NFTA_DATA_VERDICT, to)))
 }
 
-// Reject answers a packet with the ICMP error for a port without a program.
+// Reject answers a packet with the ICMP error "port unreachable".
 var Reject = expression("reject", number(unix.NFTA_REJECT_TYPE, unix.NFT_REJECT_ICMPX_UNREACH), octets(unix.NFTA_REJECT_ICMP_CODE, unix.NFT_REJECT_ICMPX_PORT_UNREACH))
 
 // reset answers a TCP packet with a reset.
@@ -366,10 +368,11 @@ func IsTranslated() Rule {
 	return loadCt(unix.NFT_CT_STATUS) + And(dstNAT) + NotEqual(Native(0)...)
 }
 
-// IgnoreReplies returns a rule that leaves the chain for packets in the reply direction. It
-// must be the first rule of each chain of type nat that may refuse connections. When the
-// kernel refuses a connection, such chains see the packet of the refusal, because its
-// destination is not translated yet. Without the rule, they might refuse or translate it.
+// IgnoreReplies returns a rule that leaves the chain for packets in the reply
+// direction. It must be the first rule of each chain of type nat that may refuse
+// connections. When the kernel refuses a connection, it sends a packet to the client.
+// Chains of type nat see this packet, because its destination is not translated yet.
+// Without the rule, they might refuse or translate this packet.
 func IgnoreReplies() Rule {
 	const reply = 1
 	return loadCt(unix.NFT_CT_DIRECTION) + Equal(reply) + Return

@@ -58,10 +58,11 @@ type Type struct {
 	isInteger bool
 }
 
-// These are the types of the keys and data in sets. The numbers with which rules lead from
-// one map to another have the type of the packet priority, which is a 32-bit integer.
-// TypeInteger is the type of other numbers. In the kernel it has the same number, see the
-// function typeof.
+// These are the types of the keys and data in sets. Rules store the result of a lookup
+// in the packet's priority, for the lookup in the next map. These values have the type
+// of the packet priority, which is a 32-bit integer. TypeInteger is the type of all
+// other integers. The kernel identifies both types by the same number, see the function
+// typeof.
 var (
 	TypeVerdict  = Type{number: unix.NFT_DATA_VERDICT}
 	TypeIPv4     = Type{number: 7, Length: 4}
@@ -124,11 +125,12 @@ func decodeSet(attributes []byte) Set {
 	return s
 }
 
-// typeof returns the description of the types of a map whose key has a part of TypeInteger,
-// and otherwise nil. Such a map has the type "typeof meta priority . meta length : …",
-// because nft has no name for the type of a number: meta length stands for it. nft stores the
-// description with the map. It needs the description to load rules with these maps, and nft
-// 0.9.8, which ignores it, needs the numbers of the types in the kernel.
+// typeof returns the description of the types of a map whose key has a part of
+// TypeInteger, and otherwise nil. Such a map has the type "typeof meta priority . meta
+// length : …", in which "meta length" stands for TypeInteger, because nft has no name
+// for the type of an integer. nft stores the description with the map, and needs it to
+// load rules with these maps. Only nft 0.9.8 ignores it, and uses the numbers of the
+// types in the kernel instead.
 func typeof(key, data []Type) []byte {
 	if !slices.Contains(key, TypeInteger) {
 		return nil

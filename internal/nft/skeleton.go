@@ -56,8 +56,8 @@ func (c *Chains) AddBase(name string, h Hook, rules ...Rule) {
 
 // The names of chains that tables of several backends have.
 const (
-	MarkAll       = "mark-all"       // has packets masqueraded
-	MarkOutsiders = "mark-outsiders" // has packets to cluster IPs masqueraded, as options say
+	MarkAll       = "mark-all"       // marks packets to be masqueraded
+	MarkOutsiders = "mark-outsiders" // marks packets to cluster IPs, as options say
 	RejectChain   = "reject-chain"   // rejects packets
 )
 

@@ -20,7 +20,7 @@ type Report struct {
 	Time       time.Time `json:"time"`              // the present time of the program
 	Node       string    `json:"node,omitempty"`    // the program's node; missing for a server
 	Health     *Health   `json:"health,omitempty"`
-	Problems   []string  `json:"problems"` // a problem, in one sentence, and one for each of the first 20 refused services
+	Problems   []string  `json:"problems"` // one sentence for each problem, including each of the first 20 refused services
 	Source     Source    `json:"source"`
 	Sinks      []Sink    `json:"sinks,omitempty"`
 	Clients    *Clients  `json:"clients,omitempty"`
@@ -41,8 +41,8 @@ type Health struct {
 // Source is the state of the program's source.
 type Source struct {
 	Name       string    `json:"name,omitempty"`      // where the state comes from
-	Synced     bool      `json:"synced"`              // it has delivered the whole state once
-	Stale      bool      `json:"stale"`               // it lost its connection more than three minutes ago
+	Synced     bool      `json:"synced"`              // the source has delivered the whole state once
+	Stale      bool      `json:"stale"`               // the source lost its connection more than three minutes ago
 	Revision   uint64    `json:"revision"`            // revision of the state; begins again after a restart
 	LastChange time.Time `json:"lastChange,omitzero"` // when the state last changed
 	Services   int       `json:"services"`            // services
@@ -59,17 +59,18 @@ type Sink struct {
 	Syncs    uint64    `json:"syncs"`             // acknowledged syncs, also those with failed services
 	LastPass time.Time `json:"lastPass,omitzero"` // the end of the last pass
 	LastSync time.Time `json:"lastSync,omitzero"` // the end of the last acknowledged sync
-	// When it last read a service or returned from a sync, unless syncs fail as a whole.
+	// When the sink last read a service or returned from a sync. While syncs fail as a
+	// whole, neither counts.
 	LastProgress    time.Time `json:"lastProgress,omitzero"`
-	WaitingSince    time.Time `json:"waitingSince,omitzero"`     // since when work waits
-	SyncingSince    time.Time `json:"syncingSince,omitzero"`     // begin of the present sync
+	WaitingSince    time.Time `json:"waitingSince,omitzero"`     // the time since which work has waited
+	SyncingSince    time.Time `json:"syncingSince,omitzero"`     // start of the running sync
 	Error           string    `json:"error,omitempty"`           // error of the last sync that failed as a whole, or of the source
-	Failures        int       `json:"failures,omitempty"`        // such failures in a row
+	Failures        int       `json:"failures,omitempty"`        // number of such errors in a row
 	NextAttempt     time.Time `json:"nextAttempt,omitzero"`      // next retry
 	NodeError       string    `json:"nodeError,omitempty"`       // why the sink refuses the Node object
 	Pending         int       `json:"pending"`                   // services not acknowledged
 	PendingServices []string  `json:"pendingServices,omitempty"` // the first 100, in the order of delivery
-	Failing         int       `json:"failing"`                   // services that it fails to program
+	Failing         int       `json:"failing"`                   // services that the sink fails to program
 	FailingServices []Failure `json:"failingServices,omitempty"` // the first 1,000
 }
 
@@ -87,7 +88,7 @@ type Clients struct {
 	Streams       int      `json:"streams"`           // open streams of the server
 	Nodes         int      `json:"nodes"`             // nodes of the clients
 	Behind        int      `json:"behind"`            // streams that do not have all changes
-	BehindSeconds float64  `json:"behindSeconds"`     // the maximum of them
+	BehindSeconds float64  `json:"behindSeconds"`     // the largest behindSeconds of a stream
 	Slowest       []Client `json:"slowest,omitempty"` // at most 50, the lowest revision first
 }
 
@@ -97,14 +98,14 @@ type Client struct {
 	Peer          string    `json:"peer"`           // certificate or address
 	Since         time.Time `json:"since"`          // first request
 	Revision      uint64    `json:"revision"`       // revision of the client; 0 if it has none
-	BehindSeconds float64   `json:"behindSeconds"`  // age of the oldest change that it lacks
+	BehindSeconds float64   `json:"behindSeconds"`  // age of the oldest change that the client lacks
 }
 
 // Change is the last change of a service.
 type Change struct {
 	Service  string    `json:"service"`           // namespace/name
 	Revision uint64    `json:"revision"`          // revision of its last change
-	Time     time.Time `json:"time,omitzero"`     // missing if it is not among the last 256 changes
+	Time     time.Time `json:"time,omitzero"`     // missing unless the change is among the last 256 changes
 	Deleted  bool      `json:"deleted,omitempty"` // the service was deleted
 }
 
@@ -116,10 +117,11 @@ type Service struct {
 	Addresses []string `json:"addresses,omitempty"`
 	Ports     []string `json:"ports,omitempty"`    // port/protocol, or all; at most 100
 	Endpoints int      `json:"endpoints"`          // endpoints that the node uses
-	Local     int      `json:"local"`              // those on the node
-	Draining  int      `json:"draining,omitempty"` // those with existing connections only
-	Lost      int      `json:"lost,omitempty"`     // addresses and ports that another service has
-	// The present version is refused, or a part of it; other fields are about what is served.
+	Local     int      `json:"local"`              // endpoints of these that run on the node
+	Draining  int      `json:"draining,omitempty"` // endpoints that only keep existing connections
+	Lost      int      `json:"lost,omitempty"`     // addresses and ports that another service owns
+	// The present version, or a part of it, is refused. The other fields describe the
+	// version that is served.
 	Refused bool      `json:"refused,omitempty"`
 	Failing bool      `json:"failing,omitempty"` // a sink fails to program it
 	Traffic []Traffic `json:"traffic,omitempty"` // the first 100 service ports
@@ -129,7 +131,7 @@ type Service struct {
 type Traffic struct {
 	TrafficID
 	// New connections. This number and the next three are -1 if the dataplane does not
-	// count them. They may begin again when the service or its endpoints change, and
+	// count them. They may begin at 0 again when the service or its endpoints change, and
 	// when the program starts.
 	Connections int64 `json:"connections"`
 	Active      int64 `json:"active"`      // connections that are open
@@ -198,12 +200,12 @@ func LocalEndpoints(view *api.View) int {
 // ServiceReport is the JSON response for one service.
 type ServiceReport struct {
 	Service string `json:"service"` // namespace/name
-	// An [explanation](#explanations), or null. A client of a kpng server does not know the
+	// An [explanation](#explanations), or null. In a client of a kpng server, it has no
 	// reasons.
 	Explanation *nodeview.Explanation `json:"explanation"`
 	Text        string                `json:"text,omitempty"` // the explanation for people, as kpng explain prints it
-	// Why the present version of the service is refused, or a part of it. The explanation is
-	// about what is served.
+	// Why the present version of the service, or a part of it, is refused. The
+	// explanation describes the version that is served.
 	Refused    string    `json:"refused,omitempty"`
 	Failures   []Failure `json:"failures,omitempty"`   // the failure of the service in each sink
 	Stats      bool      `json:"stats,omitempty"`      // the program counts traffic (--stats)

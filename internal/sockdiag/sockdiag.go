@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package sockdiag finds and destroys connected sockets of a network namespace, by the
-// kernel's sock_diag(7). Destroying needs CAP_NET_ADMIN.
+// Package sockdiag finds and destroys connected sockets of a network namespace, through
+// the kernel's sock_diag(7). Destroying needs CAP_NET_ADMIN.
 package sockdiag
 
 import (
@@ -26,14 +26,14 @@ const (
 	stateFinWait2    = 5
 	stateCloseWait   = 8
 
-	// The sizes of struct inet_diag_req_v2 and inet_diag_msg, and the place of struct
+	// The sizes of struct inet_diag_req_v2 and inet_diag_msg, and the offset of struct
 	// inet_diag_sockid, which has ports, addresses, an interface and a cookie.
 	requestLen, answerLen      = 56, 72
 	requestID, answerID, idLen = 8, 4, 48
 )
 
 // connected has the states of sockets that Conn finds. A connected UDP socket is in the
-// first one.
+// first of these states.
 var connected = []byte{stateEstablished, stateFinWait1, stateFinWait2, stateCloseWait}
 
 // Conn is a netlink socket of a network namespace. One goroutine at a time may use it. After
@@ -203,7 +203,8 @@ func (c *Conn) receive(f func(kind uint16, content []byte)) error {
 			return fmt.Errorf("read the answer of sock_diag: message of %d bytes", length)
 		}
 		kind, content := binary.NativeEndian.Uint16(rest[4:]), rest[unix.NLMSG_HDRLEN:length]
-		// An error, or the end of a dump, begins with an error number or 0.
+		// The content begins with an error number. At the end of a dump, this number may be
+		// 0.
 		if kind == unix.NLMSG_ERROR || kind == unix.NLMSG_DONE {
 			if errno := unix.Errno(-int32(binary.NativeEndian.Uint32(content))); errno != 0 {
 				return fmt.Errorf("sock_diag refuses a request: %w", errno)

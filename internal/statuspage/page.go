@@ -108,7 +108,7 @@ func brief(n int, text string) string {
 	return text
 }
 
-// join returns the beginning of a list.
+// join returns the elements of list as one text, cut to 120 characters.
 func join(list []string) string { return brief(120, strings.Join(list, ", ")) }
 
 // pageOf returns the page of a report. The text match has selected the services.
@@ -300,8 +300,8 @@ func (p *page) traffic(t *report.Traffic) {
 	p.WriteByte('\n')
 }
 
-// servicePage returns the page of a service. The node is that of the query. If anyNode, the
-// reader may select another node.
+// servicePage returns the page of a service. The argument node is the node in the
+// query. If anyNode is true, the reader may select another node.
 func servicePage(s *report.ServiceReport, node string, anyNode bool) []byte {
 	p := newPage(s.Service, time.Now())
 	p.add("<p>%s · %s\n<h1>%s</h1>\n", link("All services"), link("JSON", "service", s.Service, "node", node, "output", "json"), s.Service)

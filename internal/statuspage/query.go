@@ -41,7 +41,7 @@ func parseQuery(values url.Values) (query, error) {
 		}
 		q.limit = min(n, maxServices)
 	}
-	if after := values.Get("after"); after != "" { // a value of Next, and so the name of any service
+	if after := values.Get("after"); after != "" { // a value of Report.Next, which is the name of a service
 		var ok bool
 		if q.after.Namespace, q.after.Name, ok = strings.Cut(after, "/"); !ok {
 			return q, fmt.Errorf("after %q is not NAMESPACE/NAME", after)

@@ -108,7 +108,7 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 	if p.snapshot != nil {
 		r.Changes = p.changes()
 	}
-	listed := map[types.NamespacedName]int{} // the services in r
+	listed := map[types.NamespacedName]int{} // the index in r.Services, by name
 	for key, view := range p.viewsAfter(q.after) {
 		name := key.String()
 		if !strings.Contains(name, q.match) {

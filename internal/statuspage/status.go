@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package statuspage implements package status, with more fields for the commands of kpng.
-// The query of a program without a node may also have node=NAME: explain the view of this
-// node.
+// Package statuspage implements package status, with more fields for the commands of
+// kpng. If the program has no node, the query may also have node=NAME. Then the
+// response explains the view of this node.
 package statuspage
 
 import (
@@ -25,9 +25,9 @@ type Handler struct {
 	Program string
 	// Source describes where the program gets the state of the cluster.
 	Source string
-	// NodeName is the node whose view of services the page shows. A server for many nodes
-	// has none. Then the page shows what any node without endpoints has, and its reader may
-	// select a node for explanations.
+	// NodeName is the node whose view of services the page shows. It is empty for a
+	// server of many nodes. Then the page shows the view of a node without endpoints, and
+	// the reader may select a node for explanations.
 	NodeName string
 	// State is the state of the cluster.
 	State *cluster.State

@@ -18,11 +18,11 @@
 //
 // # Permissions
 //
-// Watch needs the verbs list and watch, cluster-wide, on gatewayclasses, gateways, tcproutes,
-// udproutes and referencegrants of API group gateway.networking.k8s.io, on namespaces, and on
-// the resources that kube.Watch needs. With WriteStatus, it also needs the verbs get and create on
-// services, and patch on the subresource status of gatewayclasses, gateways, tcproutes and
-// udproutes.
+// Watch needs the verbs list and watch, cluster-wide, on gatewayclasses, gateways,
+// tcproutes, udproutes and referencegrants of API group gateway.networking.k8s.io, on
+// namespaces, and on the resources that kube.Watch needs. With WriteStatus, it also
+// needs the verbs get and create on services, and patch on the subresource status of
+// gatewayclasses, gateways, tcproutes and udproutes.
 package gateway
 
 import (

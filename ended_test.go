@@ -99,8 +99,9 @@ func measure() remains {
 	return remains{int(m.HeapAlloc), runtime.NumGoroutine()}
 }
 
-// settle measures until nothing has become less for a while, because connections end in
-// the background. Timers keep a closed HTTP/2 connection in memory for up to 90 seconds.
+// settle repeats the measurement until no value has decreased for a while, because
+// connections end in the background. Timers keep a closed HTTP/2 connection in memory
+// for up to 90 seconds.
 func settle() remains {
 	patience := 200 * time.Millisecond
 	if *useHTTP2 {

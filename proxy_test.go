@@ -367,7 +367,7 @@ func TestHealthOfANode(t *testing.T) {
 	}
 }
 
-// An API server always has the Node of a node. While the node is unknown to it, load
+// An API server has a Node object for each node. If this node's object is missing, load
 // balancers must not use the node.
 func TestHealthNeedsNodeOfAPIServer(t *testing.T) {
 	nodes := watch.NewFake()

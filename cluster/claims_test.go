@@ -335,7 +335,7 @@ func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 		for _, s := range services {
 			for _, c := range claimsOfKind(s, kind) {
 				if tried[grant{c, s.Key()}] {
-					continue // already decided, for an address of a better kind
+					continue // a claim of a better kind already decided
 				}
 				tried[grant{c, s.Key()}] = true
 				i := slices.IndexFunc(granted, func(g grant) bool {
@@ -384,8 +384,9 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// TestContestedClaimsCostTheSame compares changes of a claim that few or many services
-// compete for. Other programs may disturb some of the measurements.
+// TestContestedClaimsCostTheSame compares the time of changes of a claim for which few
+// services compete with that of a claim for which many compete. Other programs may
+// disturb some of the measurements.
 func TestContestedClaimsCostTheSame(t *testing.T) {
 	for _, test := range []struct {
 		name   string

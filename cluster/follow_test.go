@@ -18,7 +18,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Follow yields exactly the differences, also if the state no longer remembers them.
+// Follow yields exactly the differences, even if the state no longer remembers
+// deletions.
 func TestFollowYieldsDifferences(t *testing.T) {
 	for name, between := range map[string]int{"some changes": 1, "more changes than the state remembers": 20_000} {
 		t.Run(name, func(t *testing.T) {
@@ -78,7 +79,7 @@ func TestFollowYieldsDifferences(t *testing.T) {
 			cancel()
 			for {
 				select {
-				case <-calls: // it may have come again
+				case <-calls: // the goroutine may have read the state once more
 				case <-ended:
 					return
 				}
@@ -219,8 +220,8 @@ func TestReaderThatIsLate(t *testing.T) {
 	})
 }
 
-// TestMergeReportsNewReasonsOnly has a merged state that refuses a service, of which it also
-// has the reason of another state.
+// TestMergeReportsNewReasonsOnly has a merged state that refuses a service for two
+// reasons: its own, and that of another state.
 func TestMergeReportsNewReasonsOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var reports []string

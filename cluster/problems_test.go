@@ -73,8 +73,8 @@ func TestInvalidFieldsAreReportedUntilTheyAreCorrected(t *testing.T) {
 	}
 }
 
-// TestInvalidFieldsOfASliceStay pins that the problems of a slice stay when the source writes
-// the same object again, or other slices.
+// TestInvalidFieldsOfASliceStay checks that the problems of a slice stay when the
+// source writes the same object again, or writes other slices.
 func TestInvalidFieldsOfASliceStay(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	invalid := sliceOf("a-1", "a", 1)

@@ -150,8 +150,8 @@ func TestTooLargeServiceKeepsItsLastAcceptedVersion(t *testing.T) {
 	}
 }
 
-// compareObjects fails the test if the separate objects, which other servers read, are not
-// those of the joined states.
+// compareObjects fails the test if the separate objects differ from those of the joined
+// states.
 func compareObjects(t *testing.T, step string, state *cluster.State) {
 	t.Helper()
 	var want, got []string

@@ -21,9 +21,9 @@ func claimant(name string, created int64, ip string, ports ...int32) *api.Servic
 	return s
 }
 
-// TestReplaceReturnsWhatChanges pins that the work after a change depends on what it changes,
-// not on all claims of the services and addresses. The service with the best claim at an
-// address is named for this claim, too.
+// TestReplaceReturnsWhatChanges checks that replace returns only the claims whose
+// outcome changes, and not all claims of the services and addresses. If the owner of an
+// address changes, the result includes the best claim at the address.
 func TestReplaceReturnsWhatChanges(t *testing.T) {
 	c := newClaims()
 	const ip, next = "10.0.0.1", "10.0.0.2"
@@ -68,7 +68,8 @@ func TestReplaceReturnsWhatChanges(t *testing.T) {
 	}
 }
 
-// TestStatesWithoutLostClaimsAreNotCopied pins that WithWinners returns them as they are.
+// TestStatesWithoutLostClaimsAreNotCopied checks that WithWinners returns the same
+// pointer for a state without lost claims.
 func TestStatesWithoutLostClaimsAreNotCopied(t *testing.T) {
 	s := New(Options{}).Snapshot()
 	state := &api.ServiceState{Service: claimant("a", 1, "10.0.0.1", 1)}

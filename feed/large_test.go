@@ -37,7 +37,7 @@ func largeService(ports, addrs, endpoints int) (*api.Service, *api.EndpointSlice
 	return svc, sinktest.Slices(svc, strings.Join(endpointWords, " "))[0]
 }
 
-// flipped returns a copy of a slice in which one endpoint is ready or not.
+// flipped returns a copy of a slice with the given readiness of one endpoint.
 func flipped(s *api.EndpointSlice, ready bool) *api.EndpointSlice {
 	changed := *s
 	changed.Endpoints = append([]api.SliceEndpoint(nil), s.Endpoints...)

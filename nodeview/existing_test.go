@@ -241,8 +241,8 @@ func TestHairpinsOfOnlyTheLocalList(t *testing.T) {
 	}
 }
 
-// TestExistingYieldsEachEndpointOnce has two entries for an address, of which each is preferred
-// for one port.
+// TestExistingYieldsEachEndpointOnce has two entries for an address. Each entry is
+// preferred for one port.
 func TestExistingYieldsEachEndpointOnce(t *testing.T) {
 	view := View(&api.ServiceState{
 		Service: service(ports("http=80", "https=443")),

@@ -73,9 +73,9 @@ func manyAddresses(addrs, ranges int) *api.ServiceState {
 	return &api.ServiceState{Service: svc}
 }
 
-// TestCostGrowsWithSize fails if eight times as many objects always take more than 40 times
-// as long. Quadratic time would be 64 times as long. Other programs may disturb some of the
-// measurements.
+// TestCostGrowsWithSize measures several times, and fails if eight times as many
+// objects take more than 40 times as long in each measurement. Quadratic time would be
+// 64 times as long. Other programs may disturb some of the measurements.
 func TestCostGrowsWithSize(t *testing.T) {
 	for _, test := range []struct {
 		name  string

@@ -6,10 +6,10 @@ package nodeview
 type rule struct {
 	// begins has the first words of the rule, without marks of Markdown.
 	begins string
-	// functions are the functions and types that implement the rule, first the one that
-	// decides, without a package if it is this one. Of rules that each backend
-	// implements, they are those of backends/nftables. Differences from kube-proxy have
-	// none.
+	// functions are the functions and types that implement the rule. The first one makes
+	// the decision. A name without a package is in this package. If each backend
+	// implements the rule, they are those of backends/nftables. Differences from
+	// kube-proxy have no functions.
 	functions string
 	// tests are the tests of the rule, in the form "package.Test/case". For a case of
 	// the conformance kit, they have the form "conformance/CASE".

@@ -21,11 +21,12 @@ import (
 type fake struct {
 	plans   map[*api.View][]string
 	objects map[string]string
-	// bad are objects that cannot be set, and stuck are objects that cannot be deleted. If
-	// atomic is true, Apply refuses all operations because of one.
+	// bad are objects that cannot be set, and stuck are objects that cannot be deleted.
+	// If atomic is true, one such object makes Apply refuse all operations.
 	bad, stuck map[string]bool
 	atomic     bool
-	// broken is the number of operations after which Apply fails with an unknown outcome.
+	// broken is the number of operations after which Apply fails and the state of the
+	// dataplane is unknown.
 	broken int
 	// unlisted makes List fail after some objects.
 	unlisted bool
@@ -43,8 +44,8 @@ func newFake() *fake {
 	return &fake{plans: map[*api.View][]string{}, objects: map[string]string{}, bad: map[string]bool{}, stuck: map[string]bool{}, opServices: map[string]string{}, broken: -1}
 }
 
-// view returns a view whose plan are objects in the form key=value. For a text without
-// "=", the plan is an error with this text.
+// view returns a view. Its plan has the given objects, each in the form key=value. For
+// a text without "=", the plan is an error with this text.
 func (f *fake) view(name string, objects ...string) *api.View {
 	v := &api.View{Service: &api.Service{Namespace: "default", Name: name}}
 	f.plans[v] = objects

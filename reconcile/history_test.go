@@ -24,8 +24,9 @@ import (
 
 var histories = flag.Int("histories", 400, "the `number` of random histories that TestHistories plays")
 
-// TestHistories plays a driver with random histories. It checks the promises of the
-// package comment. It reduces a history that fails to the steps that the failure needs.
+// TestHistories takes the place of a driver, and plays random histories. It checks the
+// promises of the package comment. It reduces a history that fails to the steps that
+// the failure needs.
 func TestHistories(t *testing.T) {
 	for seed := range uint64(*histories) {
 		random := rand.New(rand.NewPCG(seed, 37))
@@ -50,8 +51,8 @@ func TestHistories(t *testing.T) {
 	}
 }
 
-// step is a step of a history. The result of a kind depends only on the seed and on the
-// steps before.
+// step is a step of a history. The effect of a step depends only on its kind, its seed
+// and the earlier steps.
 type step struct {
 	kind string
 	seed uint64
@@ -63,7 +64,7 @@ var kinds = []string{
 	"disturb", "disturb", "calm", "calm", "drift", "pass", "restart", "wait", "interrupt",
 }
 
-// player plays the driver of one history.
+// player takes the place of the driver in one history.
 type player struct {
 	*world
 	random *rand.Rand
@@ -75,7 +76,7 @@ type player struct {
 	// claimed has pairs of a service and an object that another service has claimed after the
 	// service was acknowledged.
 	claimed map[[2]string]bool
-	// begun is true between a pass and the next loss.
+	// begun is true from the end of a pass to the next loss of the dataplane's state.
 	begun bool
 	// addrs has the service of each flow.
 	addrs [6]string
@@ -320,7 +321,7 @@ func (p *player) deliver(ctx context.Context, c sink.Changes, names []string) er
 			delete(p.acked, name)
 			p.pending[name] = true
 		}
-		// So may be the deletions of services that a pass has not delivered.
+		// The deletions of services that a pass has not delivered may be half applied, too.
 		maps.DeleteFunc(p.acked, func(name string, _ *api.View) bool { return p.views[name] == nil })
 		return nil
 	}

@@ -50,7 +50,7 @@ func TestOperationsHaveTheirService(t *testing.T) {
 	w.must(w.sync(sink.Changes{}, "b"))
 	check("b")
 	w.mustHave()
-	// A failing service, b, is the only user after c.
+	// When c no longer needs the object, its only user is b, which fails.
 	w.mustFail(w.sync(sink.Changes{}, w.view("b", "k=b", "error")), "b")
 	w.must(w.sync(sink.Changes{}, w.view("c", "k=c")))
 	w.must(w.sync(sink.Changes{}, "c"))
@@ -384,8 +384,8 @@ func TestNewNeedsEqual(t *testing.T) {
 	New(Dataplane[string, []int](nil), Options[string, []int]{})
 }
 
-// TestServicesThatFailForLong pins that the stale objects of other services do not wait
-// longer than ten minutes for a service that fails.
+// TestServicesThatFailForLong checks that stale objects of other services wait at most
+// ten minutes for a failing service.
 func TestServicesThatFailForLong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
@@ -406,8 +406,8 @@ func TestServicesThatFailForLong(t *testing.T) {
 	})
 }
 
-// TestFailingServiceThatWasProgrammedDelaysNothing pins that a pass prunes stale objects
-// although a service fails, if the Reconciler knows what this service has.
+// TestFailingServiceThatWasProgrammedDelaysNothing checks that a pass prunes stale
+// objects although a service fails, if the Reconciler knows what this service has.
 func TestFailingServiceThatWasProgrammedDelaysNothing(t *testing.T) {
 	w := newWorld(t)
 	w.must(w.sync(pass, w.view("a", "f1=g1", "g1=x"), w.view("gone", "k=x")))
@@ -520,8 +520,8 @@ func TestRepairWritesInOrder(t *testing.T) {
 	}
 }
 
-// startsOver is a dataplane whose errors say which operations failed, and that the state is
-// unknown nevertheless.
+// startsOver is a dataplane whose errors name the failed operations, but also say that
+// the state is unknown.
 type startsOver struct{ *fake }
 
 func (d startsOver) Apply(ctx context.Context, ops []Op[string, string]) error {
@@ -538,8 +538,8 @@ func TestStartOverPrevailsOverFailedOperations(t *testing.T) {
 	w.mustStartOver(w.sync(pass, w.view("a", "k=a")))
 }
 
-// TestDriftedIsCalledWithFalse pins when no object is left that another program has changed:
-// after a pass in which no service failed.
+// TestDriftedIsCalledWithFalse checks that Drifted is called with false after a pass in
+// which no service failed.
 func TestDriftedIsCalledWithFalse(t *testing.T) {
 	w := newWorld(t)
 	var calls []bool
@@ -572,8 +572,8 @@ func TestDriftedIsCalledWithFalse(t *testing.T) {
 	check()
 }
 
-// TestStuckStaleObjectsAreNotRetriedWithEachChange pins that a change does not look for stale
-// objects, because it would have to read all objects.
+// TestStuckStaleObjectsAreNotRetriedWithEachChange checks that a change does not search
+// for stale objects, because the search reads all objects.
 func TestStuckStaleObjectsAreNotRetriedWithEachChange(t *testing.T) {
 	w := newWorld(t)
 	w.fake.objects["stale"] = ""
@@ -636,8 +636,9 @@ func TestLastUsersOfAnObjectFail(t *testing.T) {
 	}
 }
 
-// TestOldObjectStaysOldWhenItChanges has a stale flow, which waits for the failing service b
-// and refers to a group that another program changes and that a releases.
+// TestOldObjectStaysOldWhenItChanges has a stale flow, which waits for the failing
+// service b. The flow refers to a group. Another program changes this group, and
+// service a releases it.
 func TestOldObjectStaysOldWhenItChanges(t *testing.T) {
 	w := newWorld(t)
 	w.fake.objects = map[string]string{"g1": "x", "fStale": "g1"}
@@ -668,7 +669,7 @@ func TestRepairedObjectBelongsToItsValue(t *testing.T) {
 	w.mustHave()
 }
 
-// TestInheritedObjectBelongsToItsValue is similar: an object is inherited by a, because b
+// TestInheritedObjectBelongsToItsValue is similar: a inherits an object, because b
 // fails.
 func TestInheritedObjectBelongsToItsValue(t *testing.T) {
 	for _, failing := range []string{"b", "0"} { // in both orders of names

@@ -125,8 +125,8 @@ func TestProgressIsNoHang(t *testing.T) {
 	})
 }
 
-// A sink hangs for five minutes, makes progress, and hangs again. The log has the durations
-// 8 s, 16 s and so on, from the begin of each hang.
+// A sink hangs for five minutes, makes progress, and hangs again. For each hang, the
+// log has the durations 8 s, 16 s and so on since its start.
 func TestEachHangIsLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))

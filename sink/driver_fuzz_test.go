@@ -25,8 +25,8 @@ import (
 
 // FuzzDriver changes a source at random and makes a sink fail at random. Addresses move
 // between services. In the end, the sink must have the source's state. The Recorder
-// checks the order of services and the fields Old, Unsure and Failing, and that nothing
-// is delivered twice.
+// checks the order of services and the fields Old, Unsure and Failing, and that no
+// acknowledged change is delivered again.
 func FuzzDriver(f *testing.F) {
 	for seed := range uint64(100) {
 		f.Add(seed, uint8(200))

@@ -716,9 +716,9 @@ func TestRefusedNodeDoesNotDelayServices(t *testing.T) {
 	}
 }
 
-// The sink refuses a Node, and a pass delivers the previous Node. If the source has the
-// previous Node again then, it is delivered only if the sink has refused the other Node
-// since.
+// The sink refuses a Node, and a pass delivers the previous Node. If the source then
+// has the previous Node again, the driver delivers it only if the sink has refused the
+// other Node after the pass.
 func TestPreviousNodeIsNotDeliveredTwice(t *testing.T) {
 	good, bad := &api.Node{Name: "good"}, &api.Node{Name: "bad"}
 	const duringPass = -1
@@ -758,7 +758,7 @@ func TestPreviousNodeIsNotDeliveredTwice(t *testing.T) {
 	}
 }
 
-// A service that fails alone becomes due in the moment in which the Node changes.
+// A service that fails alone becomes due at the same time as the Node changes.
 func TestFailingServiceIsNoFailureOfTheNode(t *testing.T) {
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
 		for s := range c.Services {
@@ -792,8 +792,8 @@ func TestFailingServiceIsNoFailureOfTheNode(t *testing.T) {
 	})
 }
 
-// When a dataplane that was down works again, the sink receives the Node before any other
-// Node or at the latest in the next Sync.
+// When a dataplane that was down works again, the sink receives the waiting Node in the
+// next Sync at the latest.
 func TestNodeIsDeliveredWhenTheDataplaneWorksAgain(t *testing.T) {
 	var begin time.Time
 	s := sink.Func(func(context.Context, *sink.Changes) error {

@@ -305,7 +305,7 @@ type objects struct {
 	failing   bool
 	services  map[string]bool
 	endpoints map[string]bool
-	frontends map[api.Claim]string // claim → owner and endpoints
+	frontends map[api.Claim]string // maps a claim to its owner and endpoints
 }
 
 func (o *objects) do(event func()) error {

@@ -250,7 +250,7 @@ func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 			}
 			w.src.Set(at(view(dns), "10.1.0.9"))
 			expect("a 10.1.0.1", "b 10.1.0.2", "dns 10.1.0.9")
-			w.src.Set(at(view(dns), "10.1.0.1")) // also the other address moves, if a is deleted
+			w.src.Set(at(view(dns), "10.1.0.1")) // if a is deleted, its other address moves, too
 			if deleted {
 				expect("b 10.1.0.2", "dns 10.1.0.1")
 			}

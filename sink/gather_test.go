@@ -17,8 +17,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// change makes n services, one after the other, and calls pause before each of them. A Sync
-// takes the time that work takes. It returns the number of Syncs and the longest time until a
+// change makes n services, one after the other, and calls pause before each of them.
+// Each Sync calls work. It returns the number of Syncs and the longest time until a
 // service was programmed.
 func change(t testing.TB, n int, opts sink.Options, pause, work func()) (syncs int, longest time.Duration) {
 	var mu sync.Mutex
@@ -63,8 +63,8 @@ func randomly(rate int) func() {
 	return func() { time.Sleep(time.Duration(rand.ExpFloat64() * float64(time.Second) / float64(rate))) }
 }
 
-// TestManyChangesAreGathered checks that the driver gathers changes while they are many, and
-// that a change waits for at most the gathering and two Syncs.
+// TestManyChangesAreGathered checks that the driver gathers frequent changes, and that
+// a change waits for at most one pause and two Syncs.
 func TestManyChangesAreGathered(t *testing.T) {
 	const ms = time.Millisecond
 	for _, tc := range []struct {

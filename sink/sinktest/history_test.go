@@ -62,7 +62,8 @@ func (m *memory) DeleteEndpoint(_ context.Context, s *api.Service, e *api.Endpoi
 	return m.delete(endpointKey(s, e))
 }
 
-// frontendKey has no service, because a dataplane has one object for each address and port.
+// frontendKey returns a key without the service, because a dataplane has one object for
+// each address and port.
 func frontendKey(f *nodeview.Frontend) string { return "frontend " + fmt.Sprint(f.Claim()) }
 
 func (m *memory) SetFrontend(_ context.Context, s *api.Service, f nodeview.Frontend) error {
@@ -92,8 +93,8 @@ func newSubject(open func(*memory) sink.Sink) *sinktest.Subject {
 	}
 }
 
-// eventsSubject keeps its Events sink, because such a sink does not know what an earlier
-// one has programmed.
+// eventsSubject keeps its Events sink through restarts, because a new Events sink does
+// not know what the earlier one has programmed.
 func eventsSubject(wrap func(sink.Handler) sink.Handler) func(testing.TB) *sinktest.Subject {
 	return func(testing.TB) *sinktest.Subject {
 		var s sink.Sink
@@ -143,8 +144,8 @@ func (f *forgetful) DeleteFrontend(ctx context.Context, s *api.Service, front no
 	return f.Handler.DeleteFrontend(ctx, s, front)
 }
 
-// A sink whose handler sometimes ignores a deletion, and a sink that takes a failed
-// service for programmed, do not pass.
+// Two faulty sinks must not pass: the handler of one sometimes ignores a deletion, and
+// the other treats a failed service as programmed.
 func TestHistoriesFindFaults(t *testing.T) {
 	faults := map[string]func(testing.TB) *sinktest.Subject{
 		"forgotten deletions": eventsSubject(func(h sink.Handler) sink.Handler { return &forgetful{Handler: h} }),
@@ -161,7 +162,8 @@ func TestHistoriesFindFaults(t *testing.T) {
 	}
 }
 
-// trusting deletes the frontends of Change.Old only, also if Old is not all.
+// trusting deletes only the frontends of Change.Old, even if the dataplane may have
+// other ones.
 type trusting struct{ m *memory }
 
 func (s *trusting) Sync(ctx context.Context, c *sink.Changes) error {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package backends has what the dataplanes below it have in common: their [Options], the
-// [Observer] of their work, and the interface [Dataplane], which their functions New
-// return. Only package userspace has Options of its own.
+// Package backends has the types that the packages below it share: the [Options] that are
+// part of their own Options, the [Observer] of their work, and the interface [Dataplane] of
+// the values that their functions New return.
 package backends
 
 import (
@@ -21,7 +21,7 @@ import (
 // Start fails with an error that wraps [sink.ErrOwned] if another process programs the
 // objects of the same instance. Stop leaves them in place, so that traffic flows while the
 // program is replaced. Verify finds and repairs changes by other programs. Cleanup removes
-// all objects of the instance, and nothing else. The dataplane need not be started for it.
+// all objects of the instance, and nothing else. It does not need a started dataplane.
 type Dataplane interface {
 	sink.Sink
 	sink.Starter
@@ -31,8 +31,7 @@ type Dataplane interface {
 }
 
 // Capable is an optional interface of a [Dataplane] that honours traffic parameters of
-// services. A dataplane without this interface honours none, and serves services without
-// them.
+// services. A dataplane without this interface ignores all of these parameters.
 type Capable interface {
 	// Honours returns the traffic parameters that the dataplane honours.
 	Honours() nodeview.Parameters
@@ -52,9 +51,9 @@ type Inspector interface {
 	Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error)
 }
 
-// Counter is an optional interface of a [Dataplane] that counts traffic. [sink.As] finds a
-// Counter in a wrapped sink, too, but only the outermost one. So a dataplane that counts and
-// wraps another one that counts yields the numbers of both.
+// Counter is an optional interface of a [Dataplane] that counts traffic. [sink.As] also
+// searches wrapped sinks, and returns the outermost Counter. So a Counter that wraps
+// another Counter must yield the numbers of both.
 type Counter interface {
 	// Stats calls yield for each endpoint of each service port that the dataplane has, in any
 	// order, until yield returns false. It may call yield more than once for an endpoint;
@@ -64,9 +63,10 @@ type Counter interface {
 	Stats(ctx context.Context, yield func(Stats) bool) error
 }
 
-// Stats are the numbers of one service port at one endpoint. A number is -1 if the dataplane
-// does not count it. Numbers begin with 0 when the dataplane adds the endpoint, and may begin
-// again when the service changes or the program starts. Only Active can decrease otherwise.
+// Stats are the numbers of one service port at one endpoint. A number is -1 if the
+// dataplane does not count it. Numbers begin at 0 when the dataplane adds the endpoint, and
+// may begin again at 0 when the service changes or the program starts. At other times, only
+// Active can decrease.
 type Stats struct {
 	Service types.NamespacedName
 	// Port is the name of the service port. An all-ports service has no name and protocol 0.
@@ -77,10 +77,10 @@ type Stats struct {
 
 	// Connections counts new connections; for UDP, flows of connection tracking or sockets.
 	Connections int64
-	// Active are the present connections.
+	// Active is the number of present connections.
 	Active int64
-	// FromClients and ToClients count bytes, in the dataplane's own measure: some count
-	// headers, and others only data.
+	// FromClients and ToClients count bytes. Some dataplanes count headers, and others only
+	// data.
 	FromClients, ToClients int64
 }
 
@@ -94,10 +94,10 @@ type Options struct {
 	// it may be, and which characters it may contain. Default: empty.
 	Instance string
 
-	// MasqueradeMark is exactly one bit of the packet mark. The dataplane sets it in the
-	// first packet of a connection to be masqueraded, and clears it at hook postrouting. It
-	// must be neither 0x4000, which kube-proxy uses, nor a bit that affects routing. Several
-	// instances may use the same bit. Default: 0x2000.
+	// MasqueradeMark is exactly one bit of the packet mark. The dataplane sets this bit in
+	// the first packet of each connection that it masquerades, and clears it at hook
+	// postrouting. It must be neither 0x4000, which kube-proxy uses, nor a bit that affects
+	// routing. Several instances may use the same bit. Default: 0x2000.
 	MasqueradeMark uint32
 	// MasqueradeAll masquerades all connections to cluster IPs. Default: false.
 	MasqueradeAll bool

@@ -175,9 +175,10 @@ func (s *scene) openTo(from person, svc *service, p person) *flow {
 	return nil
 }
 
-// openMany opens TCP connections from a pod to the cluster IP of a service. The result checks
-// that each of them still reaches its endpoint. If a change moved them to random endpoints,
-// the probability that all keep theirs would be at most 1 in 1000 with two equal endpoints.
+// openMany opens TCP connections from a pod to the cluster IP of a service. The returned
+// function checks that each connection still reaches its endpoint. If a change moved the
+// connections to random ones of two equal endpoints, all would keep their endpoint with a
+// probability of at most 1 in 1000.
 func (s *scene) openMany(svc *service) (stay func()) {
 	flows := map[*flow]person{}
 	for range 10 {

@@ -201,12 +201,13 @@ func (s *scene) counts(svc *service, i int, made ...connections) {
 	})
 }
 
-// countsNew checks that exactly the connections that it makes are counted in addition.
+// countsNew opens connections and checks that the counters increase by exactly these
+// connections.
 func (s *scene) countsNew(svc *service, from person) {
 	before, err := s.readCounts()
 	s.must(err)
 	want := map[counterKey]int64{}
-	for _, p := range []person{s.a, s.e} { // an endpoint without connections begins with zero
+	for _, p := range []person{s.a, s.e} { // a new endpoint begins with zero connections
 		for _, protocol := range s.protocols {
 			key := svc.counter(0, protocol, p.target(s.family))
 			if n := before[key].Connections; n != 0 && slices.ContainsFunc(svc.slices[0].endpoints, func(e endpoint) bool { return e.Name == p.Name }) {
@@ -225,8 +226,8 @@ func (s *scene) countsNew(svc *service, from person) {
 	})
 }
 
-// differentCounts returns an error if the connections that were counted since before, of the
-// keys that match, differ from want.
+// differentCounts returns an error if the connections counted since before are not those in
+// want. It ignores the other keys for which match returns false.
 func differentCounts(all, before map[counterKey]backends.Stats, want map[counterKey]int64, match func(counterKey) bool) error {
 	for key, n := range want {
 		if got := all[key].Connections - before[key].Connections; got != n {
@@ -265,7 +266,7 @@ func (s *scene) readCounts() (map[counterKey]backends.Stats, error) {
 	return all, err
 }
 
-// addCounts adds two numbers. The sum is -1 if one of them is.
+// addCounts adds two numbers. If one of them is -1, the sum is -1.
 func addCounts(a, b int64) int64 {
 	if a == -1 || b == -1 {
 		return -1

@@ -115,7 +115,7 @@ var hashingCases = []testCase{
 		web.withEndpoints(s.sixEndpoints()...)
 		s.publish()
 		second := s.endpointsByCrowd(api.TCP, web.loadBalancerIP())
-		s.fewMustMove(second, first, "a") // those who are with a now must have moved
+		s.fewMustMove(second, first, "a") // clients that now use the endpoint a must have moved
 		if countOf(second)["a"] == 0 {
 			s.failf("none of %d clients uses the new endpoint", crowdClients)
 		}
@@ -277,9 +277,10 @@ func (s *scene) mustStay(before, after []string) {
 	}
 }
 
-// fewMustMove asserts that few clients of other endpoints than lost have moved. The rule is
-// 1/6 + 1 % of them. With this probability, 45 % or more move once in 10 billion checks. With
-// the remainder of a division as the choice, 80 % move.
+// fewMustMove asserts that few of the clients of endpoints other than lost have moved. At
+// most 1/6 + 1 % of them should move. If each client moves with this probability, 45 % or
+// more move once in 10 billion checks. If the proxy chooses by the remainder of a division,
+// 80 % move.
 func (s *scene) fewMustMove(before, after []string, lost string) {
 	others, moved := 0, 0
 	for i, name := range before {

@@ -72,7 +72,8 @@ var weightCases = []testCase{
 	{name: "the smallest and the largest weight are valid", needs: []Feature{Weights}, run: func(s *scene) {
 		web := s.addService("web").withWeights(weight("1", asReady(s.a)), weight("65535", asReady(s.b), asReady(s.d)))
 		s.publish()
-		// The probability that a gets 5 of 300 connections is below 1 in 10^12.
+		// The probability that the endpoint a gets 5 of 300 connections is below 1 in
+		// 10^12.
 		for _, protocol := range s.protocols {
 			if n := s.count(protocol, s.c, web.clusterIP())["a"]; n >= 5 {
 				s.failf("%s: the endpoint of weight 1 got %d of %d connections", describe(s.c, protocol, web.clusterIP()), n, shareTotal)

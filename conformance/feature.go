@@ -59,8 +59,8 @@ const (
 	Masquerade Feature = "masquerade option"
 	// Affinity means that sessionAffinity ClientIP is applied.
 	Affinity Feature = "session affinity"
-	// AffinityAcrossFrontends means that a client has the same endpoint at all frontends of
-	// a service port.
+	// AffinityAcrossFrontends means that a client reaches the same endpoint through all
+	// frontends of a service port.
 	AffinityAcrossFrontends Feature = "affinity across frontends"
 	// Weights means that endpoints have weights.
 	Weights Feature = "weights"

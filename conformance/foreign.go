@@ -57,10 +57,9 @@ func (k *kit) command(stdin, program string, args ...string) (string, error) {
 	return printed.String(), nil
 }
 
-// legacyRules returns the rules and the chains of users in flavour legacy of iptables.
-// The programs read only tables that the kernel has loaded. They cannot delete tables,
-// so an empty table does not count. Without the programs, or if they fail, there are no
-// rules.
+// legacyRules returns the rules and the user-defined chains in flavour legacy of iptables.
+// The programs read only tables that the kernel has loaded. They cannot delete tables, so
+// an empty table does not count. If the programs are missing or fail, the result is empty.
 func (k *kit) legacyRules() string {
 	var text strings.Builder
 	for _, program := range []string{"iptables-legacy-save", "ip6tables-legacy-save"} {

@@ -92,7 +92,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 			return fmt.Errorf("read objects from the kit: %w", err)
 		}
 		if p.Count {
-			_ = json.NewEncoder(conn).Encode(report{Counted: count(ctx, s)}) // if it fails, Decode does, too
+			_ = json.NewEncoder(conn).Encode(report{Counted: count(ctx, s)}) // if Encode fails, Decode fails
 			continue
 		}
 		stopReporting()

@@ -20,8 +20,8 @@ const (
 	nodeOnly
 )
 
-// find returns the frontend at an address and port, which may be a node port, and its list,
-// as the programs find it. If there is none, the error is [ebpf.ErrKeyNotExist].
+// find returns the frontend at an address and port, and the list of the frontend. Like the
+// programs, it also finds node ports. If there is none, the error is [ebpf.ErrKeyNotExist].
 func find(frontends, nodeIPs *ebpf.Map, at frontendKey) (frontendKey, list, error) {
 	var l list
 	err := frontends.Lookup(at, &l)
@@ -36,7 +36,7 @@ func find(frontends, nodeIPs *ebpf.Map, at frontendKey) (frontendKey, list, erro
 }
 
 // followAddresses writes the addresses of the node to the map node_ips, now and after each
-// change, until the result is called. If that fails, Verify repeats it.
+// change, until the returned function is called. If a write fails, Verify repeats it.
 func (b *backend) followAddresses(ctx context.Context) (end func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	var running sync.WaitGroup

@@ -73,18 +73,19 @@ var (
 //
 //	Counts() (translated, left map[string]uint64, err error)
 //
-// It reads what the programs count, while the dataplane is started. A process continues with
-// the numbers of the process before it. The map translated has the numbers of addresses that
-// the programs replaced, by hook: connect4, sendmsg4, recvmsg4, getpeername4, and the same
-// names with 6. At connect and sendmsg, an endpoint replaces a service. At recvmsg and
-// getpeername, a service replaces an endpoint. The map left has the numbers of connections
-// and datagrams to frontends in the maps that the programs left to the other sink, by reason:
-// abandoned (the process has not run for ten minutes, or an error paused the programs),
-// no_endpoint (only existing UDP sockets may use the endpoints), list_changed (the list
-// changed at this moment), no_memory (there is none for the record of the socket, or the
-// cluster IP has too many clients with session affinity), bound_port (the socket had a
-// port before it connected), ambiguous (the source of an answer to the UDP socket could be
-// wrong), and excluded (the process is in an excluded cgroup).
+// Counts reads the counters of the programs. It requires a started dataplane. A new process
+// continues with the numbers of the process before it. The map translated has the numbers
+// of addresses that the programs replaced, by hook: connect4, sendmsg4, recvmsg4,
+// getpeername4, and the same names with 6. At connect and sendmsg, an endpoint replaces a
+// service. At recvmsg and getpeername, a service replaces an endpoint. The map left has the
+// numbers of connections and datagrams to frontends in the maps that the programs left to
+// the other sink, by reason: abandoned (the process has not run for ten minutes, or an
+// error paused the programs), no_endpoint (only existing UDP sockets may use the
+// endpoints), list_changed (the list changed at this moment), no_memory (there is none for
+// the record of the socket, or the cluster IP has too many clients with session affinity),
+// bound_port (the socket had a port before it connected), ambiguous (the source of an
+// answer to the UDP socket could be wrong), and excluded (the process is in an excluded
+// cgroup).
 func New(proxy sink.Sink, opts Options) (backends.Dataplane, error) {
 	b, err := newBackend(proxy, opts)
 	if err != nil {
@@ -205,10 +206,10 @@ func (b *backend) stop() error {
 }
 
 // Cleanup implements [sink.Cleaner]. It detaches the programs and deletes the maps of the
-// instance if they exist, and cleans up the other sink. The backend need not be started.
-// If another process uses the maps, they stay, and the error wraps [sink.ErrOwned]. If
-// another process programs only the objects of the other sink, such as the backend
-// nftables in place of this one, only those objects stay.
+// instance if they exist, and cleans up the other sink. The backend need not be started. If
+// another process uses the maps, they stay, and the error wraps [sink.ErrOwned]. If another
+// process programs only the objects of the other sink, for example with the backend
+// nftables alone, only those objects stay.
 func (b *backend) Cleanup(ctx context.Context) error {
 	var err error
 	if s, ok := sink.As[sink.Cleaner](b.proxy); ok {
@@ -309,9 +310,10 @@ func (b *backend) reportUsage() {
 // the other sink.
 const patience = 10 * time.Minute
 
-// checkAge stops the use of the maps until the next pass has ended if the programs have
-// already stopped to use them. This happens after the process was frozen, or after the other
-// sink blocked.
+// checkAge checks whether the programs have stopped using the maps because there was no
+// heartbeat. This happens if the process was frozen or the other sink blocked. Then
+// checkAge makes the programs leave all connections to the other sink until the next pass
+// has ended.
 func (b *backend) checkAge() {
 	if b.complete && time.Since(b.beatAt) >= patience {
 		b.complete, b.repairAt = false, time.Time{}

@@ -23,8 +23,8 @@ import (
 
 // dataplane plans, lists and changes the elements of the maps that the programs read, for
 // package reconcile. Its objects are the elements of the maps frontends and client_counts.
-// The elements of slots and members come and go with the frontends that need them. It is not
-// safe for concurrent use.
+// The elements of slots and members are added and deleted together with the frontends that
+// need them. It is not safe for concurrent use.
 type dataplane struct {
 	planner
 	frontends table[frontendKey, list]
@@ -70,7 +70,7 @@ type op = reconcile.Op[frontendKey, frontend]
 type listRecord struct {
 	id              uint64
 	count, affinity uint32
-	// weighted is true if the list has other endpoints in slots.
+	// weighted is true if slots of the list have a second endpoint, see the type slots.
 	weighted bool
 	// frontends is the number of frontends with this list.
 	frontends uint32
@@ -109,7 +109,8 @@ func (d *dataplane) open(verifyInterval time.Duration, drifted func(bool)) *data
 	return d
 }
 
-// sync ignores the end of ctx, because half of the changes would be an error.
+// sync ignores the end of ctx, because it would have to report a partial change as an
+// error.
 func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	ctx = context.WithoutCancel(ctx)
 	if c.First {
@@ -140,8 +141,8 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// maxMisfits limits the services that still do not fit, after which retry stops: the map left
-// may have very many services.
+// maxMisfits is the number of services that still do not fit after which retry stops,
+// because the map left may have very many services.
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.
@@ -350,7 +351,7 @@ func (d *dataplane) finish(ops []op, made map[uint64]*newList, errs map[frontend
 }
 
 // leave records that a planned frontend does not fit. The set missing has the lists whose
-// size is recorded.
+// size was already recorded.
 func (d *dataplane) leave(o *op, err error, missing map[*endpointList]struct{}) {
 	l := d.left[o.Service]
 	if l == nil {

@@ -33,8 +33,8 @@ type exclusions struct {
 	left int
 }
 
-// writeExcluded writes the IDs of the excluded cgroups to the map excluded. A cgroup that is
-// made again has another ID.
+// writeExcluded writes the IDs of the excluded cgroups to the map excluded. A cgroup that
+// was deleted and created again has another ID.
 func (b *backend) writeExcluded(ctx context.Context) error {
 	e, log := &b.exclusions, klog.FromContext(ctx)
 	wanted := map[uint64]uint32{}
@@ -64,7 +64,7 @@ func (b *backend) writeExcluded(ctx context.Context) error {
 		}
 		left := 0
 		for _, dir := range e.podCgroups(log, b.cgroup, pods) {
-			if id, err := cgroupID(dir); err == nil && !exclude(id) { // a pod without a cgroup has just ended
+			if id, err := cgroupID(dir); err == nil && !exclude(id) { // a pod without a cgroup has ended
 				left++
 			}
 		}
@@ -121,13 +121,13 @@ func findKubepods(root string) []string {
 	return dirs
 }
 
-// podCgroup is the name of a pod's cgroup: "pod" and the UID with the driver cgroupfs, and
-// with the driver systemd, such as "kubepods-burstable-pod" and the UID, in which "_" replaces
-// "-". A static pod may have a UID without "-".
+// podCgroup matches the name of a pod's cgroup. With the driver cgroupfs, the name is "pod"
+// and the UID. With the driver systemd, it is for example "kubepods-burstable-pod" and the
+// UID, in which "_" replaces "-". A static pod may have a UID without "-".
 var podCgroup = regexp.MustCompile(`^(?:.*?-)?pod([0-9A-Za-z_-]+?)(?:\.slice)?$`)
 
-// findPods returns the directories of the pods' cgroups, by UID. A pod's cgroup is in a
-// directory of kubepods, or in the directory of a class of quality of service below it.
+// findPods returns the directories of the pods' cgroups, by UID. A pod's cgroup is directly
+// in a directory of kubepods, or in a subdirectory for a quality-of-service class.
 func findPods(kubepods []string, pods []types.UID) map[types.UID]string {
 	found, wanted := map[types.UID]string{}, make(map[string]types.UID, len(pods))
 	for _, uid := range pods {

@@ -19,9 +19,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Options are the settings of the dataplane. Of [backends.Options], it supports only Instance,
-// NodeAddresses, Stats and Observer; give the others to the other sink (see [New]). Without
-// NodeAddresses, the other sink handles all node ports.
+// Options are the settings of the dataplane. Of [backends.Options], it supports only
+// Instance, NodeAddresses, Stats and Observer; set the remaining ones in the options of the
+// other sink (see [New]). Without NodeAddresses, the other sink handles all node ports.
 //
 // The maps and links are in the directory "kpng-ebpf", or for an instance
 // "kpng-ebpf-<Instance>", below BPFFS. Instance has at most 64 letters, digits, "-" and "_".
@@ -52,18 +52,18 @@ type Options struct {
 	// Service meshes, and pods that run virtual machines, may need this destination. Linux
 	// 5.14 or newer is required.
 	HostNetworkOnly bool
-	// ExcludedCgroups are paths of cgroups below Cgroup, such as "system.slice/mesh.service",
-	// of at most 16 elements; there may be 4,096. The other sink handles connections and
-	// datagrams of processes that are in these cgroups, or in cgroups below them, when they
-	// connect or send. Existing connections stay. A cgroup need not exist yet: Verify excludes
-	// it when it has been made.
+	// ExcludedCgroups are at most 4,096 paths of cgroups below Cgroup, such as
+	// "system.slice/mesh.service". A path has at most 16 elements. The other sink handles
+	// connections and datagrams of processes that are in these cgroups, or in cgroups below
+	// them, when they connect or send. Existing connections stay. A cgroup need not exist
+	// yet: Verify excludes it when it has been made.
 	ExcludedCgroups []string
-	// ExcludedPods returns the UIDs of pods whose cgroups are excluded, too. The UID of a
-	// static pod is the one that kubelet gives it, and not that of its mirror pod. Pods without
-	// a cgroup on this node are ignored. Together with ExcludedCgroups, at most 4,096 cgroups
-	// are excluded. Start and Verify call the function; it must not block. While the caller does
-	// not know the pods, known is false, and the pods that the programs exclude stay excluded.
-	// Default: no pods.
+	// ExcludedPods returns the UIDs of pods whose cgroups are excluded, too. For a static
+	// pod, this is the UID that kubelet uses, not the UID of the mirror pod. Pods without a
+	// cgroup on this node are ignored. Together with ExcludedCgroups, at most 4,096 cgroups
+	// are excluded. Start and Verify call the function; it must not block. While the caller
+	// does not know the pods, known is false, and the pods that the programs exclude stay
+	// excluded. Default: no pods.
 	ExcludedPods func() (pods []types.UID, known bool)
 	// TCPOnly restricts the programs to TCP. The other sink handles all UDP ports.
 	TCPOnly bool
@@ -78,19 +78,20 @@ type Options struct {
 	// need more. Default: 262,144.
 	MaxFrontends int
 	// MaxEndpoints is the maximum number of endpoints of all services together. Frontends
-	// with the same endpoints share them, also those of different services. While a list of endpoints changes,
-	// both the old list and the new list count. Default: 1,048,576.
+	// with the same endpoints share them, even if they belong to different services. While
+	// a list of endpoints changes, both the old list and the new list count. Default:
+	// 1,048,576.
 	MaxEndpoints int
 	// MaxMembers is the maximum number of endpoints of all UDP frontends and all frontends
 	// with session affinity together. Default: 262,144.
 	MaxMembers int
 	// MaxClients is the maximum number of clients whose endpoints the programs remember for
-	// session affinity. One cluster IP may have at most an eighth of them, but 64 are always
-	// allowed. The other sink handles further clients of the cluster IP. The programs also
-	// remember the services of at most MaxClients TCP sockets, for getpeername. When one of
-	// these maps is full, the kernel removes elements that were unused for the longest time.
-	// The programs handle at most MaxClients connected UDP sockets, and leave others to the
-	// other sink. Default: 65,536.
+	// session affinity. One cluster IP may have at most an eighth of them, but 64 are
+	// always allowed. The other sink handles further clients of the cluster IP. The
+	// programs also remember the services of at most MaxClients TCP sockets, for
+	// getpeername. When there are more clients or TCP sockets, the kernel forgets those
+	// that were unused for the longest time. The programs handle at most MaxClients
+	// connected UDP sockets, and leave others to the other sink. Default: 65,536.
 	MaxClients int
 }
 

@@ -113,7 +113,8 @@ type choice struct {
 	Pad      uint32
 }
 
-// peer is what a connected socket uses in place of a service.
+// peer has the addresses of a connected socket: the service that it requested, and the
+// endpoint that it uses instead.
 type peer struct{ Service, Endpoint address }
 
 // size is a number of elements of each map.
@@ -141,8 +142,8 @@ type wanted struct {
 
 // endpointList is a list that a service needs.
 type endpointList struct {
-	// slots has the endpoints for new clients. members has the endpoints
-	// that existing clients may keep. One of both may be empty.
+	// slots has the endpoints for new clients. members has the endpoints that existing
+	// clients may keep. Either may be empty.
 	slots
 	members  []address
 	affinity uint32 // in seconds
@@ -195,7 +196,7 @@ func (p *planner) plan(view *api.View) (all []wanted, tooLarge string) {
 	s := servicePlan{planner: p, view: view, lists: map[listKey]*endpointList{}}
 	var rest []*nodeview.Frontend
 	for f := range nodeview.Frontends(view) {
-		// UDP sockets may keep a draining endpoint although new sockets have none to use.
+		// UDP sockets may keep a draining endpoint even if new sockets have no endpoint.
 		if reason := p.unsuitable(view, &f); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
 			continue
 		}
@@ -233,7 +234,8 @@ type servicePlan struct {
 	view   *api.View
 	all    []wanted
 	needed size
-	// lists has the first list with each ID without members, too.
+	// lists has the lists by ID and members. For each ID, the first list is also there
+	// without members in the key.
 	lists map[listKey]*endpointList
 	// own has the members of lists with session affinity, and existing those of UDP ports.
 	own      map[nodeview.ListID]memberSet
@@ -251,7 +253,7 @@ type memberSet struct {
 	digest    uint64
 }
 
-// add adds a frontend, unless no client may use or keep an endpoint.
+// add adds a frontend if clients may use or keep one of its endpoints.
 func (s *servicePlan) add(f *nodeview.Frontend) {
 	var members memberSet
 	switch {

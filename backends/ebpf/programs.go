@@ -157,9 +157,9 @@ func setVariables(spec *ebpf.CollectionSpec, o *Options) error {
 	return errors.Join(errs...)
 }
 
-// layouts has the version of the meaning of keys and values in each map that is not in
-// version 1. A change must increase it, also if the size of the elements changes. The
-// kernel's name of a map ends with it.
+// layouts has the version of each map's layout, except for maps with version 1. A change of
+// the meaning or the size of keys and values must increase the version. The kernel's name
+// of a map ends with it.
 var layouts = map[string]int{"counters": 3, "udp_peers": 2, "slots": 2}
 
 // mapSpecs sets the names and sizes of the maps, and returns those that are pinned.
@@ -354,7 +354,7 @@ func (p *programs) restoreDirectory(dir string) error {
 	return nil
 }
 
-// pin pins the maps that are not pinned, in place of other files with the same names.
+// pin pins the maps that are not pinned yet. It replaces other files with the same names.
 func (p *programs) pin(dir string) error {
 	pinned := openMaps(dir)
 	defer closeMaps(pinned)
@@ -462,8 +462,8 @@ func netNSCookie() (uint64, error) {
 	return cookie, nil
 }
 
-// attach attaches the programs to the cgroup. A link that exists gets the new program in
-// one step. Then attach pins new maps, so that the pinned maps are always those of attached
+// attach attaches the programs to the cgroup. An existing link gets the new program in one
+// step. Then attach pins new maps, so that the pinned maps are always those of attached
 // programs.
 func (p *programs) attach(o *Options, cgroup string) error {
 	id, err := cgroupID(cgroup)

@@ -34,10 +34,10 @@ type owner struct {
 
 var errNoStats = errors.New("the option Stats is not set")
 
-// Stats implements [backends.Counter]. It yields the pairs of a service port and an endpoint
-// that have got connections through the programs, and then what the other sink counts.
-// Connections of UDP are new uses of a service by a socket. Numbers begin again when the
-// process starts.
+// Stats implements [backends.Counter]. It first yields the connections through the
+// programs, by service port and endpoint. Then it yields the numbers of the other sink. For
+// UDP, each new use of a service by a socket counts as a connection. Numbers begin at 0
+// again when the process starts.
 func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) error {
 	if !b.opts.Stats {
 		return errNoStats

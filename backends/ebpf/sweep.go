@@ -28,15 +28,15 @@ const (
 	sweepPauseFactor = 9
 )
 
-// sweeper destroys sockets of a protocol that the programs have connected to endpoints that
-// the sockets may not keep. It finds the sockets of one network namespace.
+// sweeper destroys sockets of one protocol in one network namespace. These are the sockets
+// that the programs have connected to an endpoint, and that must no longer use it.
 type sweeper struct {
 	// netNS is the file descriptor of the namespace, or 0 for that of the calling thread.
 	netNS    int
 	protocol uint8
 	// peers has the records of the programs by the cookies of sockets.
 	peers *ebpf.Map
-	// lost returns those of all connections whose socket must be destroyed.
+	// lost returns the connections in the argument all whose sockets must be destroyed.
 	lost func(all []connection) ([]connection, error)
 	wake chan struct{} // has a value if a sweep is due
 	stop context.CancelFunc
@@ -173,8 +173,8 @@ func (b *backend) lostUDP(all []connection) (lost []connection, err error) {
 	return lost, nil
 }
 
-// lostTCP returns the connections that a service wants to be reset. The programs connected
-// them before the service requested resets.
+// lostTCP returns the connections that must be reset because their service requests it. The
+// programs connected them before the service requested resets.
 func (b *backend) lostTCP(all []connection) ([]connection, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -45,7 +45,8 @@ const (
 )
 
 // setAll writes the elements of b. If the kernel refuses an element, setAll stores the
-// error where errOf says, and skips the following elements whose error is there too.
+// error at the address that errOf returns. It skips elements for which an error is already
+// stored there.
 func setAll[K comparable, V any](t table[K, V], b batch[K, V], errOf func(K) *error) {
 	for i, pauses := 0, 0; i < len(b.keys); {
 		if *errOf(b.keys[i]) != nil {

@@ -170,10 +170,11 @@ func (b *backend) inOtherFlavour(ctx context.Context, flavour flavour) (list []*
 	return list
 }
 
-// checkWithoutPrograms is called if the programs of a flavour are missing; the argument
-// missing is the error. If the kernel has chains of the instance in flavour nft, it returns
-// the error. In flavour legacy, the names of chains cannot be read without the programs.
-// So if the kernel has tables, it only logs the error.
+// checkWithoutPrograms is called with the error missing if the programs of a flavour are
+// not installed. It returns this error if the kernel has chains of the instance in flavour
+// nft. In flavour legacy, the names of chains cannot be read without the programs.
+// Therefore checkWithoutPrograms only logs the error if the kernel has tables of this
+// flavour.
 func (b *backend) checkWithoutPrograms(ctx context.Context, flavour flavour, missing error) error {
 	for _, family := range families {
 		has, err := hasTables(ctx, b.opts.NetNS, flavour, family)
@@ -475,7 +476,7 @@ func (b *backend) Verify(ctx context.Context) error {
 	if begin.Before(b.verifyAt) {
 		return errors.Join(errs...)
 	}
-	defer func() { // there is a pause even if a change of services has cancelled the comparison
+	defer func() { // pause even if a change of services has cancelled the comparison
 		if b.known {
 			b.verifyAt = time.Now().Add(max(kernelnode.PauseFactor*time.Since(begin), minPause))
 		}
@@ -500,8 +501,8 @@ func (b *backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// drifted returns the error of Verify after it has found the [kernelnode.Difference] err in
-// the rules of t. It requests a new pass.
+// drifted returns the error that Verify returns for the [kernelnode.Difference] err in the
+// rules of t. The returned error requests a new pass.
 func (b *backend) drifted(t *ruleset, begin time.Time, err error) error {
 	b.known = false
 	b.opts.Observer.Drifted(true)

@@ -42,8 +42,8 @@ func (t *ruleset) beginPass(ctx context.Context) error {
 	return nil
 }
 
-// setsFailed reports whether sets may be the cause of err, the result of begin. If a
-// program refuses sets, the text of its error need not say so. But if the kernel has a rule
+// setsFailed reports whether sets may be the cause of err, the result of begin. The error
+// of a program that refuses sets does not always mention sets. But if the kernel has a rule
 // with a set, sets are not the cause.
 func (t *ruleset) setsFailed(ctx context.Context, err error) bool {
 	var failed *programError

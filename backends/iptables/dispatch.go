@@ -21,7 +21,8 @@ import (
 // four bits of the destination address. Each of these 16 chains selects one of 16 further
 // chains by the next four bits. The chain nodePorts selects a chain by protocol and port.
 // If an address has many ports, a subchain for the address selects one of its own subchains
-// by protocol and port. So other addresses of the dispatch chain need one rule for them.
+// by protocol and port. So packets to other addresses of the dispatch chain pass only one
+// rule for all these ports.
 
 // dispatchChain returns the name, without the prefix, of the chain that has the entry of a
 // frontend.
@@ -42,16 +43,16 @@ const portsPerChain = 64
 // entries.
 var dispatchName = regexp.MustCompile(`^(D[0-9A-F]{2}|N[TUS][0-9A-F]+)$`)
 
-// The names, without the prefix, of the subchains for an address and for a part of its
-// ports, and of the chains that have entries.
+// These expressions match names of chains without the prefix: the first subchain of an
+// address, all subchains of addresses, and all chains that have entries.
 var (
 	addressChain = regexp.MustCompile(`^A[A-Z2-7]{15}$`)
 	subchain     = regexp.MustCompile(`^[AB][A-Z2-7]{15}$`)
 	hasEntries   = regexp.MustCompile(dispatchName.String() + `|^B[A-Z2-7]{15}$`)
 )
 
-// rank returns a number that is greater for a chain than for all chains to which it leads.
-// The argument is the name of the chain without the prefix.
+// rank returns the rank of a chain, which is greater than the ranks of the chains to which
+// it leads. The argument is the name of the chain without the prefix.
 func rank(suffix string) int {
 	switch {
 	case suffix == services:
@@ -159,8 +160,8 @@ func (r *renderer) dispatch(id chainID, entries []string, children []string) str
 const manyEntries = 16
 
 // arrange returns the entries of a dispatch chain, and the rules of its subchains by name.
-// The key of the map rests is the match of an entry, and the value is its rest. An entry
-// for one port of an address precedes the entry for all its ports.
+// The argument rests maps the match of an entry to the rest of its rule. An entry for one
+// port of an address precedes the entry for all its ports.
 func (r *renderer) arrange(rests map[string]string) (entries []string, subchains map[string][]string) {
 	matches := slices.Collect(maps.Keys(rests))
 	slices.SortFunc(matches, func(a, b string) int { return strings.Compare(b, a) })

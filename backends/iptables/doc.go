@@ -34,6 +34,6 @@
 // translate it, table filter rejects or drops the packet.
 //
 // Chains of endpoints belong to lists of endpoints, and sets of source ranges to lists of
-// ranges. All frontends with the same list share them. So the rules of a service are
-// proportional to the sum of its frontends, endpoints and source ranges.
+// ranges. All frontends with the same list share them. So the number of rules of a service
+// is proportional to the sum of its frontends, endpoints and source ranges.
 package iptables

@@ -164,11 +164,11 @@ func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target
 	return known, random
 }
 
-// endpointTarget returns the target that sends packets of f to the endpoint e. If a
-// rule with this target must match the protocol, the result protocol is that match. A
-// connection of the endpoint to itself is masqueraded: by an element of a set or, if that
-// is not possible, by a rule of a chain, which then is the target. With counters, the
-// target is always a chain, so that a change of the list does not rewrite the counter.
+// endpointTarget returns the target that sends packets of f to the endpoint e. If a rule
+// with this target must match the protocol, the result protocol is that match. An element
+// of a set masquerades connections of the endpoint to itself. If that is not possible, a
+// rule of a chain does it, and the target is this chain. With counters, the target is
+// always a chain, so that a change of the list does not rewrite the counter.
 func (s *serviceRenderer) endpointTarget(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
 	if f.Protocol != 0 {
 		protocol = "-p " + protocolNames[f.Protocol] + " "

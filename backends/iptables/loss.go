@@ -104,10 +104,10 @@ func (r *runner) chainUsers(ctx context.Context, id chainID) (n int, err error) 
 	return n, nil
 }
 
-// checkEntries compares the number of entries of each table in flavour legacy with the
-// number of the last call, and with the number that the instance has. If another program
-// has deleted as many entries as the instance has, these may still be its own entries. So
-// checkEntries then compares the rules.
+// checkEntries counts the entries of each table in flavour legacy. It returns a
+// [kernelnode.Difference] if a table has fewer entries than the instance wrote. If since
+// the last call a table has lost at least as many entries as the instance has rules there,
+// these rules may be lost. Then checkEntries compares all rules.
 func (t *ruleset) checkEntries(ctx context.Context) error {
 	entries := map[string]int{}
 	for _, table := range tables {
@@ -141,8 +141,8 @@ func (t *ruleset) checkEntries(ctx context.Context) error {
 	return nil
 }
 
-// getInfo is the struct ipt_getinfo of linux/netfilter_ipv4/ip_tables.h. That of IPv6 is
-// equal.
+// getInfo is the struct ipt_getinfo of linux/netfilter_ipv4/ip_tables.h. The struct for
+// IPv6 is equal.
 type getInfo struct {
 	name                 [32]byte
 	validHooks           uint32
@@ -150,7 +150,8 @@ type getInfo struct {
 	entries, size        uint32
 }
 
-// The socket options IPT_SO_GET_INFO and IPT_SO_GET_ENTRIES. Those of IPv6 are equal.
+// The socket options IPT_SO_GET_INFO and IPT_SO_GET_ENTRIES. The options for IPv6 are
+// equal.
 const optionGetInfo, optionGetEntries = 64, 65
 
 // countEntries returns the number of entries of a table in flavour legacy.
@@ -170,8 +171,8 @@ func (r *runner) tableInfo(table string) (info getInfo, err error) {
 	return info, nil
 }
 
-// getOption reads a socket option of flavour legacy. The value has the request, and then the
-// answer.
+// getOption reads a socket option of flavour legacy. It reads the request from value, and
+// then writes the answer to value.
 func (r *runner) getOption(option uintptr, value unsafe.Pointer, n uintptr) (err error) {
 	family, level := unix.AF_INET, unix.IPPROTO_IP
 	if r.family == api.IPv6 {

@@ -48,11 +48,11 @@ type Options struct {
 	LockWait time.Duration
 
 	// AcceptInvalid makes the dataplane accept forwarded packets that connection tracking
-	// cannot assign to a connection. Set it if replies to clients may take another path than
-	// their requests. Otherwise such a packet of an endpoint may reach a client with the
-	// address of the endpoint in place of that of the service. The client then resets the
-	// connection. Default: false, which drops these packets, as kube-proxy does in mode
-	// iptables.
+	// cannot assign to a connection. Set it if replies to clients may take another path
+	// than their requests. If such packets are accepted, a client may receive packets with
+	// an untranslated source: the address of the endpoint in place of the service's
+	// address. The client then resets the connection. Default: false, which drops these
+	// packets, as kube-proxy does in mode iptables.
 	AcceptInvalid bool
 }
 
@@ -71,7 +71,7 @@ var flavourNames = [...]string{flavourDetected: "detect", flavourNFT: "nft", fla
 
 func (f flavour) String() string { return flavourNames[f] }
 
-// parseFlavour returns the flavour with this name. An empty name is that of flavourDetected.
+// parseFlavour returns the flavour with this name. An empty name means flavourDetected.
 func parseFlavour(s string) (flavour, error) {
 	for f, name := range flavourNames {
 		if s == name {

@@ -179,8 +179,8 @@ func (t *ruleset) unclaim(id entryID, owner types.NamespacedName) {
 	t.setClaim(id, claim{}, false)
 }
 
-// isShared reports whether several services may need an entry: the one that rejects packets
-// to other ports of a cluster IP, if the backend does not use sets.
+// isShared reports whether several services may need an entry. There is only one kind of
+// shared entry: without sets, it rejects packets to unknown ports of a cluster IP.
 func isShared(id entryID) bool {
 	return id.chain.table == filter && !strings.Contains(id.match, "--dport")
 }

@@ -24,16 +24,15 @@ import (
 
 // sourceList is a list of admitted sources. Equal lists have equal names, and all frontends
 // with an equal list share one set or, without sets, one chain of table mangle. The content
-// of a list never changes: other sources are another list.
+// of a list never changes: a frontend whose sources change gets another list.
 type sourceList struct {
 	name string // of the set or of the chain
 	// content has the elements of the set in the order of their texts or, without sets, the
-	// rules of the chain. There is one on each line.
+	// rules of the chain. Each line has one element or rule.
 	content string
 }
 
-// sourceType is the type of the sets of source lists, and their size before the kernel
-// makes them larger.
+// sourceType is the type of the sets of source lists, with their initial size.
 const sourceType = "hash:net hashsize 64"
 
 // mangleTarget returns the rest of a rule of table mangle that drops packets to f

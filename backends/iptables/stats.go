@@ -32,11 +32,11 @@ var _ backends.Counter = (*backend)(nil)
 
 // Stats implements [backends.Counter]. With counters, each endpoint of a service port has a
 // chain of its own, whose rule counts new connections. A change of other endpoints does not
-// write this chain, so its number stays. The kernel does not count bytes and present
-// connections, because table nat gets only the first packet of a connection.
+// write this chain, so its counter keeps its value. The kernel counts neither bytes nor
+// present connections, because table nat gets only the first packet of a connection.
 //
-// It reads the kernel without the programs and the lock of iptables. A Sync waits only while
-// Stats lists the chains.
+// Stats reads the kernel directly. It needs neither the programs of iptables nor their
+// lock. A Sync waits only while Stats lists the chains.
 func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) error {
 	if !b.opts.Stats {
 		return errors.New("read counters of iptables: the option Stats is not set")
@@ -93,7 +93,7 @@ func (c counted) stats(connections uint64) backends.Stats {
 	return s
 }
 
-// readChains returns the numbers of chains in flavour nft. It reads one chain after the
+// readChains returns the counters of chains in flavour nft. It reads one chain after the
 // other, because the time to read a whole table is quadratic in the number of its rules.
 func (r *runner) readChains(ctx context.Context, chains map[string]counted) (map[string]uint64, error) {
 	counts := make(map[string]uint64, len(chains))
@@ -127,9 +127,9 @@ func (r *runner) readChains(ctx context.Context, chains map[string]counted) (map
 // each time, from one millisecond.
 const maxRereads = 8
 
-// readTable returns the numbers of chains in flavour legacy. Each change of rules by any
-// program replaces the table. Then all numbers are zero until the program has added the old
-// ones. So readTable reads again if a number is less than in the last result.
+// readTable returns the counters of chains in flavour legacy. Each change of rules by any
+// program replaces the table. Then all counters are zero until the program has added the
+// old values. So readTable reads again if a counter is less than in the last result.
 func (r *runner) readTable(ctx context.Context, chains map[string]counted) (map[string]uint64, error) {
 	for attempt := 0; ; attempt++ {
 		counts := make(map[string]uint64, len(chains))
@@ -151,7 +151,7 @@ func (r *runner) readTable(ctx context.Context, chains map[string]counted) (map[
 	}
 }
 
-// hasLess reports whether a number of counts is less than that of last.
+// hasLess reports whether a counter in counts is less than the same counter in last.
 func hasLess(counts, last map[string]uint64) bool {
 	for chain, n := range last {
 		if is, ok := counts[chain]; ok && is < n {

@@ -28,7 +28,7 @@ type frontendState struct {
 	// exists is true if there is a virtual server, or if one is planned. planned is true if
 	// this is a plan.
 	exists, planned bool
-	// others are the other destinations in the kernel. Apply leaves those that get no new
+	// others are the other destinations in the kernel. Apply keeps those that get no new
 	// connections, until removeIdle finds that their connections have ended.
 	others map[netip.AddrPort]destination
 }
@@ -128,8 +128,8 @@ func (d *dataplane) Apply(_ context.Context, ops []op) error {
 			}
 		}
 	}
-	// setElements changes the elements of the table, and gives the frontends those that do not
-	// await a virtual server.
+	// setElements changes the elements of the table. It omits elements of frontends that
+	// must wait for a virtual server.
 	setElements := func(remove, add []element) error {
 		next := make([][]element, len(set))
 		for i, f := range set {

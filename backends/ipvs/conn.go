@@ -45,8 +45,8 @@ type server struct {
 // settings are the settings of a virtual server.
 type settings struct {
 	scheduler string
-	// flags are the flags of the virtual server, except that for a property that the kernel
-	// sets itself.
+	// flags are the flags of the virtual server, except the flag that the kernel sets
+	// itself.
 	flags uint32
 }
 
@@ -61,9 +61,9 @@ func owner(table string) uint32 {
 // ownerMask has the flags that contain the owner.
 const ownerMask = 0xffffff00
 
-// fallbackFlag returns a flag for the schedulers sh and mh, and 0 for others. It is for
-// clients whose endpoint gets no new connections. With the flag, the schedulers select
-// another endpoint for such a client. Without the flag, they refuse the client.
+// fallbackFlag returns a flag for the schedulers sh and mh, and 0 for others. The flag
+// affects clients whose endpoint gets no new connections. With the flag, the scheduler
+// selects another endpoint for such a client. Without the flag, it refuses the client.
 func fallbackFlag(scheduler string) uint32 {
 	if scheduler == "sh" || scheduler == "mh" {
 		return flagScheduler1

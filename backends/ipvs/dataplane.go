@@ -58,7 +58,8 @@ type dataplane struct {
 	serverLost bool
 
 	// lists are the lists of source ranges. Until awaited is empty, they include lists from
-	// before the pass. It has the services that have failed, and endOfPass during the pass.
+	// before the pass. The field awaited has the services that have failed and, during the
+	// pass, endOfPass.
 	lists   *sourcelists.Lists
 	awaited map[types.NamespacedName]bool
 	claims  claims
@@ -107,8 +108,9 @@ type (
 // routes is the kind of the routes that make addresses local. They are not in the table.
 const routes = setKinds
 
-// objectValue is the value of an object. Its key is an element without its value: that of
-// the set frontends for a frontend, and one of the kind routes for a local route.
+// objectValue is the value of an object. The key of an object is an element without its
+// value. For a frontend, it is an element of the set frontends. For a local route, it is an
+// element of the kind routes.
 type objectValue struct {
 	// data is the data of an element of a map. For a route, it is empty if the route is right.
 	data     string
@@ -210,9 +212,9 @@ func (d *dataplane) read(ctx context.Context, readElements func(context.Context)
 }
 
 // readTable returns the elements of the table. If another program or another version of
-// kpng has changed the table, readTable creates it again with the recorded elements. Only
-// without records, it uses the elements of the changed table. A union of both could
-// contain elements that exclude each other.
+// kpng has changed the table, readTable creates it again with the recorded elements. If
+// there are no records, it uses the elements of the changed table. It never joins both,
+// because some elements exclude each other.
 func (d *dataplane) readTable(ctx context.Context) (map[element]bool, error) {
 	elements, err := d.table.read(ctx)
 	if errors.Is(err, errChanged) {
@@ -292,8 +294,8 @@ func (d *dataplane) refuseWithoutServers(ctx context.Context, all map[serverID]*
 	return nil
 }
 
-// awaits returns the virtual server without which the table must not have e, if there is
-// one.
+// awaits returns the virtual server that must exist before the table may have e. If e needs
+// no virtual server, the second result is false.
 func (d *dataplane) awaits(e element) (serverID, bool) {
 	if e.set.kind != frontends {
 		return serverID{}, false
@@ -301,8 +303,8 @@ func (d *dataplane) awaits(e element) (serverID, bool) {
 	return e.server(), d.elements[addressElement(e.addr())] // whether the address was made local
 }
 
-// record adds the recorded elements to frontends and records these. It keeps the frontends
-// of which the kernel has nothing if they are in kept.
+// record adds the recorded elements to their frontends, and records the frontends. It also
+// records the frontends in kept of which the kernel has nothing.
 func (d *dataplane) record(all, kept map[serverID]*frontendState) {
 	for e := range d.elements {
 		if e.set.kind.describesFrontend() {

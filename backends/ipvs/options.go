@@ -22,10 +22,10 @@ import (
 // Its nftables table of family inet is "kpng-ipvs", or for an instance
 // "kpng-ipvs-<Instance>". Instance has at most 56 letters, digits, "-", "_" and ".".
 //
-// If IPVS cannot serve a service, the backend nftables programs that service. Its instance is
-// "of-ipvs", or for an instance "of-ipvs-<Instance>", so no other dataplane may have this
-// instance. It gets all options of [backends.Options] except Conntrack and Sysctls, and only
-// the calls of the Observer's method Drifted.
+// If IPVS cannot serve a service, the backend nftables programs that service. Its instance
+// is "of-ipvs", or for an instance "of-ipvs-<Instance>", so no other dataplane may have
+// this instance. It gets all options of [backends.Options] except Conntrack and Sysctls. It
+// calls only the method Drifted of the Observer.
 //
 // Sysctls also applies to the settings of IPVS (net.ipv4.vs.*). The mode ReportSysctls
 // corrects them as well, because the dataplane does not work without them. With

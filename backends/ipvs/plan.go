@@ -119,15 +119,17 @@ func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 	return exists
 }
 
-// maxDestinations is the maximum number of destinations of a service. Each virtual server
-// has its own. Package cluster limits only addresses × ports and endpoints × ports.
+// maxDestinations is the maximum number of destinations of a service. Virtual servers do
+// not share destinations. Package cluster limits only addresses × ports and endpoints ×
+// ports.
 const maxDestinations = 1_000_000
 
 // plan returns what view needs. If view is nil, the plan is empty. If IPVS cannot serve the
-// service, the plan has only the health checks of its load-balancer IPs. The function listOf
-// returns the number of the list with the source ranges of a frontend. If the service needs
-// more than maxDestinations, the plan is nil. Otherwise the error names what the plan lacks,
-// or an invalid scheduler; the plan then uses the default scheduler.
+// service, the plan has only the health checks of its load-balancer IPs. The function
+// listOf returns the number of the list with the source ranges of a frontend. If the
+// service needs more than maxDestinations, plan returns an error and no plan. Other errors
+// name what the plan lacks, or an invalid scheduler, in place of which the plan uses the
+// default scheduler.
 func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
 	out := &plan{}
 	if view == nil {

@@ -125,10 +125,11 @@ func (r *rest) verify(ctx context.Context) error {
 	return r.dataplane.Verify(ctx)
 }
 
-// sync programs the services of c that IPVS cannot serve, and calls ipvs with all of c, except
-// services that have failed. A service that moves from IPVS to the table is added to the table
-// before ipvs removes it, and the other way round. So new connections always find it. If it
-// cannot be added, it stays where it is, and fails. The argument addrs is for node ports.
+// sync programs the services of c that IPVS cannot serve, and calls ipvs with all of c,
+// except services that have failed. A service that moves between IPVS and the table is
+// added to one before it is removed from the other. So new connections always find the
+// service. If it cannot be added, it stays where it is, and fails. The argument addrs is
+// for node ports.
 func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source, ipvs func(*sink.Changes) error) error {
 	if c.First {
 		r.begun, r.passing = false, true
@@ -177,8 +178,8 @@ func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source,
 }
 
 // lost divides removed into services that lose an address and port to another service of c,
-// and others. The first result also has such services that are stuck. The table removes them
-// before the other service gets the address and port.
+// and others. The first result also has the stuck services that lose an address and port.
+// The table removes them before the other service gets the address and port.
 func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink.Change) {
 	if len(removed)+len(r.stuck) == 0 {
 		return nil, nil

@@ -21,15 +21,16 @@ type servicePort struct {
 }
 
 // Stats implements [backends.Counter]. IPVS counts connections and bytes of IP packets in
-// any case, so Options.Stats costs nothing for connections. For TCP and SCTP, the present
-// connections are those that are established; for UDP, all that IPVS remembers. Each virtual
-// server has its own numbers, so Stats yields an endpoint for each frontend of a port. The
-// kernel adds up its counters every two seconds, unless net.ipv4.vs.run_estimation is 0. Of
-// services that IPVS cannot serve, Stats yields what the backend nftables counts.
+// any case, so Options.Stats costs nothing for connections. For TCP and SCTP, Stats.Active
+// counts the established connections. For UDP, it counts all connections that IPVS
+// remembers. Each virtual server has its own numbers, so Stats yields an endpoint for each
+// frontend of a port. The kernel adds up its counters every two seconds, unless
+// net.ipv4.vs.run_estimation is 0. For services that IPVS cannot serve, Stats yields the
+// numbers of the backend nftables.
 //
-// The kernel lists destinations only for one virtual server at a time, so Stats needs a request
-// for each virtual server. It reads the kernel with a socket of its own. A Sync waits only while
-// Stats copies the names of the service ports.
+// The kernel lists destinations only for one virtual server at a time, so Stats needs a
+// request for each virtual server. Stats reads the kernel with a socket of its own. A Sync
+// waits only while Stats copies the names of the service ports.
 func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) error {
 	if !b.opts.Stats {
 		return errors.New("read counters of IPVS: the option Stats is not set")

@@ -65,8 +65,8 @@ type table struct {
 	maxElements int
 	// ranges counts the source ranges in the table.
 	ranges sourcelists.Counts
-	// If draining is true, the table refuses all connections to frontends that no other
-	// backend translates, and ignores all others.
+	// If draining is true, the table refuses the connections to frontends that no other
+	// backend translates. It ignores all other connections.
 	draining bool
 }
 

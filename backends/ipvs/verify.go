@@ -18,9 +18,9 @@ import (
 // maxIdleReads limits the virtual servers that one call of removeIdle reads.
 const maxIdleReads = 1000
 
-// removeIdle deletes the destinations that get no new connections and have no connections
-// any more, and such virtual servers. From a virtual server that it reads, it uses only the connection counts, so
-// that compare still finds changes by other programs.
+// removeIdle deletes the destinations and virtual servers that get no new connections and
+// whose connections have ended. From a virtual server that it reads, it uses only the
+// connection counts, so that compare still finds changes by other programs.
 func (d *dataplane) removeIdle(ctx context.Context) error {
 	var errs []error
 	reads := 0

@@ -19,15 +19,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// With session affinity, weights or stable hashing, each endpoint of a list has a number. One map leads from a slot of
-// the list to the number, and another map from the number to the endpoint. A third map,
-// which packets write, leads from the list and a client to the number. An endpoint keeps its
-// number when it gets another slot. An endpoint that was removed and comes back gets another
-// number, so its former clients stay where they are.
+// With session affinity, weights or stable hashing, each endpoint of a list has a number.
+// One map maps a slot of the list to the number, and another maps the number to the
+// endpoint. A third map, which packets write, maps the list and a client to the number. An
+// endpoint keeps its number when it gets another slot. An endpoint that was removed and
+// comes back gets another number, so its former clients stay at the endpoints that they use
+// now.
 //
-// A client is not remembered by its address, but by one of clientGroups hashes of it. So no
-// service can use more than its share of the kernel's memory. Clients with the same hash
-// share an endpoint. The seed of the hash is random in each table.
+// The key of a client is not its address, but a hash of the address with one of
+// clientGroups values. So no service can use more than its share of the kernel's memory.
+// Clients with the same hash share an endpoint. The seed of the hash is random in each
+// table.
 
 const (
 	// clientGroups is the number of groups of clients that each list has.
@@ -36,17 +38,18 @@ const (
 	// elements that it has. If it is full, connections of other clients go to a random
 	// endpoint.
 	maxClients = 1 << 22
-	// maxNumberedEndpoints limits the endpoints of a list with numbers that get traffic. Their
-	// numbers have 12 bits that are not those of the list.
+	// maxNumberedEndpoints limits the endpoints that get traffic in a list with numbers.
+	// The number of an endpoint differs from the number of its list only in the lowest 12
+	// bits.
 	maxNumberedEndpoints = endpointMask
 
 	// nftDynsetDelete is missing in golang.org/x/sys/unix.
 	nftDynsetDelete = 2
 )
 
-// timeoutSteps says how timeouts are rounded up: those up to a limit, in seconds, to a
-// multiple of the step. The number of a class has 11 bits for the number of steps.
-// Kubernetes' API accepts timeouts of up to a day.
+// timeoutSteps defines how timeouts are rounded up. Timeouts of at most limit seconds are
+// rounded to a multiple of step seconds. The number of a class has 11 bits for the number
+// of steps. Kubernetes' API accepts timeouts of up to a day.
 var timeoutSteps = []struct{ limit, step uint32 }{{120, 1}, {600, 5}, {86400, 60}}
 
 // timeoutBits encodes a timeout for the number of a class, and timeoutOf decodes it.
@@ -100,8 +103,8 @@ func (c class) affinityRules(seed uint32) []nft.Rule {
 	}
 }
 
-// clientKey loads the list and the group of the client, with which a packet's client is
-// found in the map of clients.
+// clientKey loads the key of a packet's client in the map of clients: the list and the
+// group of the client.
 func clientKey(family api.Family, seed uint32) *nft.Key {
 	return nft.NewKey(family).Meta(unix.NFT_META_PRIORITY).Masked(nft.Native(^uint32(endpointMask))).SourceHash(clientGroups, seed)
 }

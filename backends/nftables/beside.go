@@ -14,9 +14,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// A large table takes long to read. So a pass and a comparison read it beside the writing:
-// with a connection of their own, and without the lock that a Sync needs. A journal records
-// what Syncs write meanwhile.
+// A large table takes long to read. So passes and comparisons read it while Syncs write:
+// they use a connection of their own, and do not hold the lock that a Sync needs. A journal
+// records what Syncs write meanwhile.
 
 // journal records each change of the state's elements since a read began.
 type journal struct {
@@ -24,13 +24,14 @@ type journal struct {
 	changes []journalChange
 }
 
-// journalChange says that the kernel has an element since then, or no longer has it.
+// journalChange records that the kernel now has an element, or no longer has it.
 type journalChange struct {
 	element
 	exists bool
 }
 
-// newJournal returns a journal of s. It ends with s, or with endJournal.
+// newJournal returns a journal of s, which records the changes of s until endJournal is
+// called.
 func (s *state) newJournal() *journal {
 	j := &journal{}
 	s.journals = append(s.journals, j)
@@ -57,8 +58,9 @@ func (j *journal) since(n int) []journalChange {
 	return j.changes[n:]
 }
 
-// lost reports whether a dump of the map m may lack elements because of the changes. When an
-// element is removed that the kernel has already sent, it skips another one.
+// lost reports whether a dump of the map m may lack elements because of the changes. If the
+// kernel has already sent an element that is then removed, it does not send another
+// element.
 func lost(changes []journalChange, m mapID) bool {
 	return slices.ContainsFunc(changes, func(c journalChange) bool { return c.m == m && !c.exists })
 }
@@ -99,7 +101,7 @@ func (t *table) prepared(ctx context.Context, p *pass, err error) {
 	}
 }
 
-// replay changes ps to what the table has after the changes of the journal.
+// replay applies the changes of the journal to ps. Then ps describes the present table.
 func (ps *pass) replay() {
 	for _, c := range ps.journal.since(0) {
 		if ps.onDemand && c.m.readOnDemand() {
@@ -123,7 +125,7 @@ type mapComparison struct {
 	state   *state
 	journal *journal
 	done    chan struct{} // closed when the map has been read
-	// hashes has the hash of the ID, and that of the whole, of each element.
+	// hashes has two hashes of each element: of its ID, and of the whole element.
 	hashes  [][2]uint64
 	foreign int
 	err     error
@@ -162,8 +164,8 @@ func (c *mapComparison) read(ctx context.Context, conn *conn) error {
 	})
 }
 
-// compareMap compares a map with its expected digest, but not the elements that were written
-// meanwhile. If ctx ends earlier, the next call continues.
+// compareMap compares a map with its expected digest. It ignores the elements that Syncs
+// write meanwhile. If ctx ends before the comparison does, the next call continues it.
 func (t *table) compareMap(ctx context.Context, m mapID) error {
 	d := &t.drift
 	for attempt := 0; ; attempt++ {
@@ -197,7 +199,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		case is == want:
 			return nil
 		case disturbed && attempt == maxDumpRetries:
-			d.unsure = true // a later comparison has to find out
+			d.unsure = true // a later comparison decides
 			return nil
 		// Even a dump that races with a resize has the right number of elements.
 		case is.n != want.n && !disturbed || attempt == maxDumpRetries:

@@ -27,8 +27,8 @@ type class struct {
 	isAddress bool
 	verdict   nodeview.Verdict
 	// size is the binary logarithm of the maximum number of slots of a list. A list of the
-	// class has more than half as many slots, and all of them with stable hashing. If the
-	// verdict is not Forward, the size is 0.
+	// class has more than half of these slots. With stable hashing, it has all of them. If
+	// the verdict is not Forward, the size is 0.
 	size uint8
 	// numbered is true if the endpoints of the lists have numbers. Then algorithm says how a
 	// slot is chosen.
@@ -95,8 +95,8 @@ func classOf(family api.Family, number uint32) (c class, ok bool) {
 	return c, c.number() == number && c.verdict <= nodeview.Drop && 1<<c.size <= maxEndpoints && c.algorithm <= api.HashConnection
 }
 
-// classOfElement returns the class to which the element of a list leads, or which is the
-// key of an element.
+// classOfElement returns the class that an element contains: an element of kindLists as its
+// value, and an element of kindClasses as its key.
 func classOfElement(id *elementID, v *value) (c class, ok bool) {
 	switch id.m.kind {
 	case kindLists:
@@ -211,8 +211,8 @@ func (c class) chain(seed uint32) nft.Chain {
 	return nft.Chain{Name: c.name(), Rules: append(rules, nft.Drop)}
 }
 
-// maxChoices limits the choices of a slot at random. A choice fails with a probability of
-// less than one half.
+// maxChoices limits the attempts to choose a slot at random. Each attempt fails with a
+// probability of less than one half.
 const maxChoices = 8
 
 // choose returns rules that choose a slot of a list with equal probability. The result of

@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/internal/nft"
 )
 
-// formerList returns the list with the endpoints that the table has. The numbers of new
-// endpoints follow the numbers of these endpoints.
+// formerList returns the list l with the endpoints that it has in the table. The numbers of
+// new endpoints follow the numbers of these endpoints.
 func (t *table) formerList(ctx context.Context, l *list) (list, error) {
 	ps := t.pass
 	if ps.onDemand && t.numbers.used[listNumber{l.family, l.number}]&inTable != 0 {
@@ -51,15 +51,15 @@ func (t *table) formerList(ctx context.Context, l *list) (list, error) {
 	return former, nil
 }
 
-// maxGaps limits the missing elements of a list after which a pass stops to read it. If
-// another program has deleted more of them, the kernel refuses a change of the list because of
-// the others, and checkPart reads these.
+// maxGaps is the number of missing elements after which a pass stops reading a list. If
+// another program has deleted more elements, the pass does not find the elements after the
+// gap. They make the kernel refuse a change of the list, and then checkPart reads them.
 const maxGaps = 16
 
-// readList adds the elements of a list to the snapshots. It reads the slots from the first one
-// on, until maxGaps of them do not exist. Unless the list is stale, readList already ends at
-// the first slot that does not exist, if the smallest list of the class does not have it
-// either. It reports whether it has found an endpoint.
+// readList adds the elements of a list to the snapshots. It reads the slots in order, until
+// maxGaps of them were missing. If the list is not stale, readList also ends at a missing
+// slot that the smallest list of the class does not have. It reports whether it has found
+// an endpoint.
 func (ps *pass) readList(ctx context.Context, c *conn, l *list, stale bool) (found bool, err error) {
 	slots, expected, gaps := maxEndpoints, 0, 0
 	if v, ok := ps.snapshots[l.id().m].get(ptr(l.id())); ok {
@@ -117,7 +117,7 @@ func (t *table) readStaleLists(ctx context.Context, ps *pass) error {
 			continue
 		}
 		l := list{listKey: listKey{family: number.family, port: 1}, number: number.number}
-		// The number does not tell whether keys have a protocol, and which one.
+		// The number of a list does not determine the protocol in its keys.
 		for _, l.protocol = range []api.Protocol{api.TCP, api.UDP, api.SCTP, 0} {
 			if l.protocol == 0 {
 				l.port = 0
@@ -132,8 +132,8 @@ func (t *table) readStaleLists(ctx context.Context, ps *pass) error {
 	return nil
 }
 
-// forgetClaimed removes the elements of lists that services have claimed from the snapshots,
-// so that a pass does not keep all endpoints in memory.
+// forgetClaimed removes from the snapshots the elements of lists that services have
+// claimed. So a pass does not keep all endpoints in memory.
 func (ps *pass) forgetClaimed() {
 	if !ps.onDemand {
 		return

@@ -17,8 +17,8 @@ import (
 )
 
 // Inspect implements [backends.Inspector]. Its lines are elements. The endpoints of a list
-// may be in any slots, so a missing endpoint has no slot. Of several slots of an endpoint, it
-// shows the first.
+// may be in any slots, so a missing endpoint has no slot. If an endpoint has several slots,
+// Inspect shows the first.
 func (b *backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()

@@ -38,22 +38,23 @@ type list struct {
 	name   string // of the service port
 	number uint32
 	class  class
-	// shortcut is the number of the list for packets of this node, or 0 if it is the same.
+	// shortcut is the number of the list for packets of this node, or 0 if these packets
+	// use this list, too.
 	shortcut uint32
-	// lastNumber is the number of the last endpoint that was added, if endpoints have numbers.
-	// It has only the bits of endpointMask.
+	// lastNumber is the number of the most recently added endpoint, if endpoints have
+	// numbers. It has only the bits of endpointMask.
 	lastNumber uint16
 	// slots has a record for each endpoint, in the order of the slots. Because there may be
 	// a million endpoints, records are in one string.
 	slots string
-	// table has the number of the endpoint of each slot, in two octets, if endpoints have
-	// several slots, see arrangeSlots. Otherwise it is empty.
+	// If endpoints have several slots, table has two octets for each slot: the number of
+	// the slot's endpoint, see arrangeSlots. Otherwise table is empty.
 	table string
 }
 
-// A record has the address and port of an endpoint, and two octets with the number of the
-// endpoint, which is 0 in a list without numbers, and a bit that is set if the endpoint is on
-// this node.
+// A record has the address and port of an endpoint, and two further octets. These have the
+// number of the endpoint, or 0 in a list without numbers, and a bit that is set if the
+// endpoint is on this node.
 type record string
 
 const localBit = 1 << 15
@@ -103,9 +104,10 @@ func (l *list) record(slot int) record {
 	return record(l.slots[slot*n : (slot+1)*n])
 }
 
-// arrange sets the slots of l, and the size of its class, so that it has the endpoints targets. Endpoints of before keep
-// their slots if possible, and always their numbers. If endpoints were removed, their slots
-// get endpoints of slots that are removed, and then new endpoints.
+// arrange sets the slots of l and the size of its class, so that l has the endpoints
+// targets. Endpoints of before keep their numbers and, if possible, their slots. The slots
+// of removed endpoints get first the endpoints whose own slots are removed, and then new
+// endpoints.
 func (l *list) arrange(before *list, targets []nodeview.Target) {
 	l.arrangeRecords(before, targets)
 	if isNumbered(l.number) {
@@ -188,8 +190,8 @@ func (l *list) arrangeRecords(before *list, targets []nodeview.Target) {
 	l.slots = string(slots)
 }
 
-// nextNumber returns a number for a new endpoint. It reuses a number only after all others.
-// The list must have fewer than maxNumberedEndpoints endpoints.
+// nextNumber returns a number for a new endpoint. It reuses a number only after it has used
+// all others. The list must have fewer than maxNumberedEndpoints endpoints.
 func (l *list) nextNumber(used map[uint32]bool) uint32 {
 	for {
 		l.lastNumber = l.lastNumber%maxNumberedEndpoints + 1
@@ -275,7 +277,7 @@ func (l *list) hairpin(r record) element {
 }
 
 // planService adds the changes of a service to p. It returns the lists that the service
-// then has. If only endpoints have changed, planService takes no time for the frontends. The
+// then has. If only endpoints have changed, planService does not plan the frontends. The
 // argument sources is the change of the lists of source ranges.
 func (t *table) planService(ctx context.Context, p *patch, ch *sink.Change, sources *sourcelists.Change) ([]list, error) {
 	before := newListSet(t.services[ch.Key])
@@ -341,7 +343,8 @@ func (t *table) planService(ctx context.Context, p *patch, ch *sink.Change, sour
 // listSet has the lists of a service.
 type listSet struct {
 	lists []list
-	// keys and numbers find a list. They are nil if there are only a few lists.
+	// keys and numbers are indexes of the lists. They are nil if there are only a few
+	// lists.
 	keys    map[listKey]*list
 	numbers map[listNumber]*list
 }
@@ -394,7 +397,7 @@ func (s *listSet) without(others []list) iter.Seq[*list] {
 	}
 }
 
-// releasable returns lists with the numbers of o, so that they can be released.
+// releasable returns lists with the numbers of o, so that these numbers can be released.
 func releasable(o *outline) (lists []list) {
 	for i := range o.lists {
 		if n := &o.lists[i]; n.number != 0 {
@@ -550,8 +553,8 @@ func (t *table) changeList(p *patch, old, next *list) {
 	}
 }
 
-// settle records that a service has the lists in next, or that it has failed to get them. The
-// table counts the slots of next already.
+// settle records that a service has the lists in next, or that it has failed to get them.
+// The field hashSlots already counts the slots of next.
 func (t *table) settle(key types.NamespacedName, next []list, failed bool) {
 	drop, keep := t.services[key], next
 	if failed {

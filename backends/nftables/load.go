@@ -114,7 +114,7 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 }
 
 // replaceTable activates the new table after a pass has filled it. The same transaction
-// deletes the old table. It does nothing if there is only one table.
+// deletes the old table. If there is only one table, replaceTable does nothing.
 func (t *table) replaceTable(ctx context.Context) error {
 	if t.replaced == "" {
 		return nil

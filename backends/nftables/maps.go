@@ -101,8 +101,8 @@ func allMaps() []mapID {
 	return all
 }
 
-// clientsMap returns the map of clients with session affinity. It leads from a list and a
-// group of client addresses to the number of an endpoint.
+// clientsMap returns the map of clients with session affinity. It maps a list and a group
+// of client addresses to the number of an endpoint.
 func clientsMap(family api.Family) nft.Set {
 	s := nft.NewSet(fmt.Sprintf("clients%d", family), unix.NFT_SET_EVAL|unix.NFT_SET_TIMEOUT,
 		[]nft.Type{nft.TypePriority, nft.TypeInteger}, []nft.Type{nft.TypePriority})
@@ -215,8 +215,8 @@ type sharedID struct {
 	key [sharedKey]byte
 }
 
-// sharedKey is the maximum key length of a shared map, in bytes. A key of kindHairpins has
-// two equal addresses, of which a sharedID has only one.
+// sharedKey is the maximum key length of a shared map, in bytes. A key of kindHairpins
+// contains the same address twice, but a sharedID contains it once.
 const sharedKey = 24
 
 // sharedID returns the ID of an element of a shared map.

@@ -77,7 +77,8 @@ func (r *numberRange) contains(number uint32) bool {
 
 func isNumbered(number uint32) bool { return number <= numberedLists.last|endpointMask }
 
-// rangeOf returns the range with the numbers of lists whose endpoints have numbers or not.
+// rangeOf returns the range of the numbers of lists. Lists whose endpoints have numbers use
+// another range than the other lists.
 func rangeOf(numbered bool) *numberRange {
 	if numbered {
 		return &numberedLists
@@ -85,7 +86,7 @@ func rangeOf(numbered bool) *numberRange {
 	return &plainLists
 }
 
-// use says what uses a number. It consists of bits.
+// use is a set of bits that say what uses a number.
 type use uint8
 
 const (
@@ -95,8 +96,8 @@ const (
 	byService
 )
 
-// numbers assigns numbers to lists. It assigns a number again as late as possible, because
-// packets and clients may still have it.
+// numbers assigns numbers to lists. It reuses a number as late as possible, because packets
+// and clients may still have it.
 type numbers struct {
 	// used has the numbers that cannot be assigned.
 	used map[listNumber]use

@@ -17,8 +17,8 @@ import (
 // In a list with numbers, a slot has the number of an endpoint, and an endpoint may have
 // several slots: according to its weight, or to the entries of the table of stable hashing.
 
-// maxHashSlots limits the slots of all lists with stable hashing. A service may have a quarter
-// of what others leave.
+// maxHashSlots limits the slots of all lists with stable hashing. A service may use a
+// quarter of the slots that other services leave free.
 const maxHashSlots = 1 << 23
 
 // hashSlots returns the number of slots of the list if it has stable hashing.
@@ -50,10 +50,10 @@ func hasWeights(targets []nodeview.Target) bool {
 // minWeightedSlots is the smallest limit of the slots of a list with weights.
 const minWeightedSlots = 4096
 
-// weightedSlots returns the number of slots of each endpoint. It divides the weights by their
-// greatest common divisor. If the list would then have more than 16 slots for each endpoint
-// and more than minWeightedSlots, it rounds the weights to multiples of a power of two. Each
-// endpoint has a slot.
+// weightedSlots returns the number of slots of each endpoint. It divides the weights by
+// their greatest common divisor. If the list would then have more than minWeightedSlots
+// slots and more than 16 slots per endpoint, weightedSlots rounds the weights to multiples
+// of a power of two. Each endpoint has at least one slot.
 func weightedSlots(targets []nodeview.Target) []int {
 	var unit uint32
 	for i := range targets {
@@ -113,8 +113,8 @@ func (l *list) arrangeSlots(before *list, targets []nodeview.Target) {
 	l.table = string(l.fillSlots(before, n, rest))
 }
 
-// fillSlots returns a table with n slots, in which each endpoint has as many slots as rest
-// says by its number.
+// fillSlots returns a table with n slots. The argument rest maps the number of each
+// endpoint to its number of slots.
 func (l *list) fillSlots(before *list, n int, rest map[uint32]int) []byte {
 	table := make([]byte, 2*n)
 	var free []int
@@ -127,7 +127,8 @@ func (l *list) fillSlots(before *list, n int, rest map[uint32]int) []byte {
 		rest[number]--
 		binary.NativeEndian.PutUint16(table[2*slot:], uint16(number))
 	}
-	// Endpoints take turns, so that the first half of the slots has about the same shares.
+	// Endpoints take turns, so that their shares of the first half of the slots are about
+	// their shares of all slots.
 	for len(free) > 0 {
 		for i := range l.len() {
 			if number := l.record(i).number(); rest[number] > 0 {

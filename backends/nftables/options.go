@@ -23,8 +23,8 @@ import (
 // It programs only one table of family inet, called "kpng" or "kpng2", or for an instance
 // "kpng-<Instance>" or "kpng2-<Instance>". An update to a version with another table layout
 // replaces the table by a table with the other name. Instance has at most 64 letters,
-// digits, "-", "_" and ".". It must be neither "ipvs" nor begin with "ipvs-", because such
-// names belong to tables of the backend ipvs. The backend ipvs makes dataplanes of this
+// digits, "-", "_" and ".". It must not be "ipvs" or begin with "ipvs-", because the
+// backend ipvs uses the names of these tables. The backend ipvs makes dataplanes of this
 // package with the instance "of-ipvs" and with instances that begin with "of-ipvs-".
 //
 // The Observer's method Wrote is called after each attempt at a transaction, with its size
@@ -46,17 +46,19 @@ type Options struct {
 	ServiceCIDRs []netip.Prefix
 
 	// FollowServiceCIDRs provides ServiceCIDRs that change, such as those of the cluster's
-	// ServiceCIDR objects (kube.FollowServiceCIDRs). The dataplane calls it on a goroutine of
-	// its own. It must call set with all CIDRs first, and again after each change, until ctx
-	// ends. It must not call set from several goroutines. Until the first call, the table
-	// keeps the CIDRs that it has. It excludes ServiceCIDRs. Default: none.
+	// ServiceCIDR objects (kube.FollowServiceCIDRs). The dataplane calls it on a goroutine
+	// of its own. The function must call set first with all CIDRs, and again after each
+	// change, until ctx ends. It must not call set from several goroutines. Until the first
+	// call, the table keeps the CIDRs that it has. ServiceCIDRs must then be empty.
+	// Default: none.
 	FollowServiceCIDRs func(ctx context.Context, set func([]netip.Prefix))
 
-	// DropInvalid makes the dataplane drop forwarded packets that connection tracking cannot
-	// assign to a connection. Otherwise such a packet of an endpoint may reach a client with
-	// the address of the endpoint in place of that of the service. The client then resets
-	// the connection. Do not set it if replies to clients may take another path than their
-	// requests. Default: false, which accepts them, as kube-proxy does in mode nftables.
+	// DropInvalid makes the dataplane drop forwarded packets that connection tracking
+	// cannot assign to a connection. If such packets are accepted, a client may receive
+	// packets with an untranslated source: the address of the endpoint in place of the
+	// service's address. The client then resets the connection. Do not set it if replies to
+	// clients may take another path than their requests. Default: false, which accepts
+	// them, as kube-proxy does in mode nftables.
 	DropInvalid bool
 }
 

@@ -31,7 +31,7 @@ type pass struct {
 	// onDemand is true if the pass reads the elements of a list only when it needs them. Then
 	// the snapshots of these maps have no elements that services have claimed.
 	onDemand bool
-	// err is the error because of which elements could not be read on demand.
+	// err is the error of a failed read on demand, or nil.
 	err error
 	// foreignCommits is the number that conn.foreignCommits returned before the table was
 	// read.
@@ -46,9 +46,9 @@ type pass struct {
 	journal *journal
 }
 
-// beginPass loads the skeleton and reads the table. If Start did both, and no other
-// program has changed any table since then, beginPass does neither. It does neither after
-// preparePass: if other programs have changed the table since then, Verify finds that.
+// beginPass loads the skeleton and reads the table. It skips both steps if Start did them
+// and no other program has changed any table since then. It also skips both after
+// preparePass. Then Verify finds changes that other programs have made meanwhile.
 func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	p, base := t.ahead, t.state
 	t.state, t.pass, t.ahead = nil, nil, nil
@@ -195,7 +195,7 @@ func (ps *pass) claim(p *patch, e *element) {
 	}
 }
 
-// claimFor is like claim for an op of an element that no other op may have.
+// claimFor is like claim, but for an op that is the only op of its element.
 func (ps *pass) claimFor(o *op) {
 	if old, ok := ps.snapshots[o.m].claim(&o.elementID); ok {
 		o.hasOld, o.old, o.claimed = true, old, true

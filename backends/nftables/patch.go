@@ -160,7 +160,7 @@ func (o *op) mayChange() bool {
 }
 
 // split divides a part into parts of at most n ops. If they are applied in order, packets
-// find endpoints at every time: lists are complete before frontends lead to them, and are
+// find endpoints at all times: lists are complete before frontends lead to them, and are
 // removed when no frontend leads to them. A frontend and its source ranges change together.
 func (p *part) split(n int) (parts []part) {
 	slices.SortStableFunc(p.ops, func(a, b *op) int {

@@ -21,7 +21,7 @@ type outline struct {
 	// indexes of the field lists.
 	ports []portLists
 	index map[listGroup]int
-	// perPort is true if no two service ports may have a list together.
+	// perPort is true if service ports must not share a list.
 	perPort bool
 }
 
@@ -56,9 +56,9 @@ type listGroup struct {
 	own, shortcut listContent
 }
 
-// listContent identifies the endpoints of a list. A list without endpoints counts as equal
-// to another one if their ports have the same target port. So frontends keep their list when
-// the endpoints go and come.
+// listContent identifies the endpoints of a list. Two lists without endpoints count as
+// equal if their ports have the same target port. So frontends keep their list when they
+// lose all endpoints and get endpoints again.
 type listContent struct {
 	list       nodeview.ListID
 	verdict    nodeview.Verdict
@@ -110,7 +110,7 @@ func (o *outline) addPort(svc *api.Service, classes []nodeview.Frontend, affinit
 	}
 	cluster := -1
 	if hasExternal || !internalLocal {
-		l.traffic = last.Node // all frontends with policy Cluster have the list for this node's traffic
+		l.traffic = last.Node // frontends with policy Cluster use the list of this node for all traffic
 		cluster = o.add(l, first.ServicePort)
 	}
 	ports := portLists{first.ServicePort, first.Family, cluster, cluster}
@@ -162,7 +162,7 @@ func (o *outline) setNumbers(existing *listSet) {
 	}
 }
 
-// present returns the list that has the key of p and can have its endpoints, or nil.
+// present returns the list that has the key of p and can have the endpoints of p, or nil.
 func (s *listSet) present(p *plannedList) *list {
 	if l := s.byKey(p.listKey); l != nil && isNumbered(l.number) == p.numbered {
 		return l

@@ -16,7 +16,7 @@ import (
 // the maps and sets without their elements, and of the chains that use them.
 
 // The hook priorities of base chains. The kernel calls all chains of type nat one after
-// another, in the order of their priorities, when it has called the other chains with
+// another, in the order of their priorities, after it has called the other chains with
 // priorities below -100. It stops when a chain has translated the packet.
 const (
 	// latePriority is after the nat chains of other programs.
@@ -31,17 +31,18 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	chains.AddCommon(&o.Options)
 	chains.Add("mark-node", nft.StartsHere()+nft.Jump(nft.MarkAll))
 
-	// A program may have set a priority that means a refusal for its socket. The chains of
-	// source ranges remove it, because they are before the chains of type nat of all
-	// instances.
+	// A program may have given its socket a priority that means a refusal here. The chains
+	// of source ranges reset this priority, because they come before the chains of type nat
+	// of all instances.
 	restricted := []nft.Rule{priorityBetween(nft.DropLater, nft.RejectLater) + nft.SetPriority(0)}
 	for _, family := range nft.Families {
 		for _, s := range allMatches {
 			m := mapID{kindRestricted, s, family}.name()
 			rule := sourcelists.Restrict(family, frontendKey(family, s), m)
 			if s == matchNodePort {
-				// A frontend of another service may have the address and the port of a node port. It
-				// comes first, and it may have no source ranges.
+				// A frontend of another service may have the address and the port of a node
+				// port. The rules use that frontend, not the node port, and it may have no
+				// source ranges.
 				name := chainName("restricted-nodeport", family)
 				other := frontendKey(family, matchService).Then(nft.Lookup(mapID{kindFrontends, matchService, family}.name()) + nft.Return)
 				chains.Add(name, other, rule)

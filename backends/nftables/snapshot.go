@@ -16,9 +16,10 @@ import (
 // have hundreds of thousands of elements, a snapshot stores them as short records.
 type snapshot struct {
 	m mapID
-	// A record has keyLen octets for the key, and dataLen octets for the data. If elements can
-	// have counters, one octet more is 1 if the element has one. If values have text, a record
-	// has a four-octet index into textValues instead of the data.
+	// A record has keyLen octets for the key, and dataLen octets for the data. If elements
+	// can have counters, a further octet is 1 if the element has a counter, and otherwise
+	// 0. If values have text, a record has a four-octet index into textValues instead of
+	// the data.
 	records    []string
 	textValues []value
 	// numbers maps a value to its index in textValues.

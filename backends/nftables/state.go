@@ -143,8 +143,9 @@ func (s *state) slotChainsMade() {
 	}
 }
 
-// missing returns the classes that the kernel lacks, of the needed classes and the classes
-// that these need. The order is always the same. A class comes after the class that it needs.
+// missing returns the classes that the kernel lacks. It considers the needed classes and
+// the classes on which these depend. The order is always the same. A class comes after the
+// class that it needs.
 func (s *state) missing(needed map[class]bool) (missing []class) {
 	seen := map[class]bool{}
 	add := func(c class) {

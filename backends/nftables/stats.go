@@ -22,11 +22,12 @@ import (
 const maxStats = 10_000
 
 // Stats implements [backends.Counter]. The elements that lead to endpoints have counters of
-// new connections. The kernel does not count bytes and present connections. An endpoint
-// begins with 0 again when its list changes its place.
+// new connections. The kernel counts neither bytes nor present connections. In a list
+// without numbers, the counter of an endpoint begins at 0 again when the endpoint gets
+// another slot.
 //
-// It reads the kernel with a connection of its own. A Sync waits only while Stats copies the
-// references to the lists.
+// Stats reads the kernel with a connection of its own. A Sync waits only while Stats copies
+// the references to the lists.
 func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) error {
 	if !b.opts.Stats {
 		return errors.New("read counters of nftables: the option Stats is not set")

@@ -250,7 +250,7 @@ func (t *table) setServiceCIDRs(ctx context.Context, cidrs []netip.Prefix) error
 	return nil
 }
 
-// outermost returns those valid CIDRs that no other one contains, in sorted order. The
+// outermost returns, in sorted order, the valid CIDRs that are not inside another CIDR. The
 // result is not nil.
 func outermost(cidrs []netip.Prefix) []netip.Prefix {
 	cidrs = slices.Clone(cidrs)

@@ -29,8 +29,8 @@ import (
 // takeover is the state of the copy of one family's clients.
 type takeover struct {
 	family api.Family
-	// numbers has, for each number of the old table, the endpoint in each list of the new
-	// table that has the endpoint. The list and the endpoint are those of a new client.
+	// numbers maps the number of an endpoint in the old table to the numbers of the same
+	// endpoint in the new table, one for each list that contains the endpoint.
 	numbers map[uint32][]uint32
 	taken   map[client]bool
 }
@@ -43,11 +43,13 @@ type takenClient struct {
 	timeout, expiration []byte
 }
 
-// maxLateClients limits the clients that the transaction adds that replaces the old table.
+// maxLateClients limits the clients that are added by the transaction that replaces the old
+// table.
 const maxLateClients = 1_000
 
-// takeClients writes clients of the old table to the new table, and returns those that have
-// come meanwhile, by family. The transaction that replaces the table adds these.
+// takeClients writes clients of the old table to the new table. It returns, by family, the
+// clients that the old table got meanwhile. The transaction that replaces the table adds
+// these clients.
 func (t *table) takeClients(ctx context.Context) (late map[api.Family][]takenClient, err error) {
 	old := &conn{t.conn.Other(t.replaced)}
 	l, err := old.inspect(ctx, old.Table)
@@ -183,7 +185,7 @@ func (o *takeover) find(ctx context.Context, old *conn, seed uint32) (found []ta
 	return found, err
 }
 
-// clients adds messages that add clients.
+// writeClients adds messages that add clients.
 func writeClients(w *nft.Writer, family api.Family, list []takenClient) {
 	w.Elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, clientsMap(family).Name, len(list), func(i int) {
 		w.Value(unix.NFTA_SET_ELEM_KEY, list[i].key())

@@ -56,7 +56,7 @@ type dataplane struct {
 	cannotForget bool
 	// cannotWait is true if send could not wait for the datapath.
 	cannotWait bool
-	// repeat has what Verify repeats, in the order of time.
+	// repeat has the deletions of connections that Verify repeats, in the order of time.
 	repeat []repetition
 	// waiting are connections that the switch has to forget later.
 	waiting staleConnections
@@ -86,8 +86,8 @@ func (g *group) equal(o *group) bool {
 }
 
 // add adds a bucket. Its ID depends only on the key, so that all nodes choose the same
-// bucket for a connection, and a removed bucket moves no connections of others. If another
-// key has the same ID, the bucket gets the next free one.
+// bucket for a connection, and the removal of a bucket moves no connections of other
+// buckets. If the ID is taken, the bucket gets the next free ID.
 func (g *group) add(key string, weight uint16, actions openflow.Actions) {
 	const lastBucket = 0xffffff00
 	if g.buckets == nil {
@@ -174,7 +174,7 @@ func (d *dataplane) watch(ctx context.Context) error {
 	}
 	var watched []uint8
 	for table := range uint8(tables) {
-		if table != clientTable { // its flows come and go
+		if table != clientTable { // packets add its flows
 			watched = append(watched, d.opts.FirstTable+table)
 		}
 	}
@@ -203,7 +203,7 @@ func (d *dataplane) Plan(view *api.View, emit func(any, any)) error {
 		}
 		return err
 	}
-	// A group whose buckets are other groups comes after them.
+	// A group whose buckets are other groups comes after these groups.
 	part := func(id uint32) int { return n.names[id].part }
 	for _, id := range slices.SortedFunc(maps.Keys(p.groups), func(a, b uint32) int {
 		return cmp.Or(cmp.Compare(part(b), part(a)), cmp.Compare(a, b))
@@ -282,7 +282,7 @@ func (d *dataplane) listGroups(ctx context.Context, flows []openflow.Flow) (map[
 				add(d.opts.firstGroup() + i)
 			}
 		}
-		used := false // the upper half of the tried IDs
+		used := false // true if a group has an ID in the upper half of the tried IDs
 		for len(ids) > 0 {
 			some, err := d.conn.Groups(ctx, ids)
 			if err != nil {
@@ -395,7 +395,7 @@ func (d *dataplane) change(o *op, deleted map[uint32]bool) []openflow.Message {
 			return messages
 		}
 		messages := []openflow.Message{openflow.DeleteGroup(id)}
-		if len(present.buckets) == 0 { // it records a number, perhaps that of a service
+		if len(present.buckets) == 0 { // the group only records a number, perhaps of a service
 			messages = append(messages, openflow.DeleteFlows(d.opts.FirstTable+clientTable, "", d.opts.learnedCookies(id)))
 		}
 		return messages

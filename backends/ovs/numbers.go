@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// name is what has a number: a list of endpoints, a part of such a list, a service with
-// session affinity, or a list of source ranges of a service.
+// name identifies an object that has a number: a list of endpoints, a part of such a list,
+// a service with session affinity, or a list of source ranges of a service.
 type name struct {
 	service types.NamespacedName
 	list    nodeview.ListID
@@ -46,7 +46,8 @@ type numbers struct {
 	names map[uint32]named
 	// recorded are the groups that have been in the switch since the pass began, by seed.
 	recorded map[uint64]uint32
-	// free are unused numbers below next, and end is the first number of others.
+	// free are unused numbers below next. end is the first number that does not belong to
+	// this instance.
 	free      []uint32
 	next, end uint32
 	// allocated are the numbers that the last plan has allocated. exhausted is true if a name

@@ -51,7 +51,7 @@ type affinity struct {
 	client uint64 // the value of clientRegister
 }
 
-// kept has the endpoints to which the connections of a frontend stay.
+// kept has the endpoints that connections of a frontend may keep.
 type kept struct {
 	// endpoints get packets of new or existing connections. They are sorted.
 	endpoints []netip.AddrPort
@@ -137,7 +137,7 @@ type servicePlan struct {
 	// content.
 	ranges        map[frontends.SourcesID]uint32
 	rangesContent map[string]uint32
-	// shares has the values of kept.
+	// shares has the values of the map kept, which frontends share.
 	shares map[keptKey]*kept
 }
 
@@ -197,8 +197,8 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 }
 
 // checkSource returns actions that search the source of a packet in the source ranges of a
-// frontend. If they have the source, the packet comes back to the flows of the frontend
-// with the bit admitted. Otherwise it is dropped.
+// frontend. If a range contains the source, the packet comes back to the flows of the
+// frontend with the bit admitted. Otherwise it is dropped.
 func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
 	s := frontends.SourcesOf(f)
 	id, known := p.ranges[s]
@@ -359,8 +359,9 @@ func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 	}
 }
 
-// addList adds the groups of a list and, with session affinity, the flows that its endpoints
-// need. Then a belongs to any of the ports with this list.
+// addList adds the groups of a list and, with session affinity, the flows that its
+// endpoints need. The argument a is the affinity of one of the service ports with this
+// list.
 func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, l name, a affinity) {
 	endpoints := make([]endpoint, 0, len(t.Endpoints))
 	for _, e := range t.Endpoints {
@@ -462,9 +463,9 @@ type part struct {
 	endpoints []endpoint
 }
 
-// sections returns equal parts of a list. They are sections, so no choice of addresses
-// makes one of them larger, and a change of an endpoint moves at most one endpoint between
-// neighbouring parts.
+// sections returns equal parts of a list. The parts are sections of the sorted list. So no
+// choice of addresses makes one part larger than the others, and a change of an endpoint
+// moves at most one endpoint between neighbouring parts.
 func sections(endpoints []endpoint) (parts []part) {
 	n := 1
 	for n < maxBuckets && len(endpoints) > n*maxBuckets {

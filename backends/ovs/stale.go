@@ -29,7 +29,7 @@ import (
 
 // staleConnections select tracked connections to lost endpoints of services. These are UDP
 // connections, and TCP connections to services with resets. Without Endpoint, an element
-// selects the connections to a frontend whose endpoint is not one of the frontend's.
+// selects the connections to a frontend that go to none of its present endpoints.
 type staleConnections map[openflow.Connections]bool
 
 const tcp, udp = 6, 17
@@ -54,8 +54,8 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 			add(frontend, e)
 		}
 	}
-	// If a frontend was not programmed since the pass began, its endpoints before are those of
-	// the changed groups of its service.
+	// If a frontend was not programmed since the pass began, its former endpoints are those
+	// of the changed groups of its service.
 	type part struct {
 		service types.NamespacedName
 		family  api.Family
@@ -249,15 +249,17 @@ func (d *dataplane) sendDeletions(ctx context.Context, all []openflow.Connection
 }
 
 // challenge returns a message that sends a segment to the client of a TCP connection, also
-// if the client is idle. Its answer is a packet of a new connection for the switch, so it
-// comes to a present endpoint, or to the node, which resets it.
+// if the client is idle. For the switch, the client's answer is a packet of a new
+// connection. So it reaches a present endpoint, or the node, and its receiver resets the
+// connection.
 func (d *dataplane) challenge(c openflow.Connections) openflow.Message {
 	return openflow.SendIP(conntrack.Challenge(c.Destination, c.Source), openflow.Resubmit(d.opts.OutTable))
 }
 
-// wider returns fewer selections that include those in c: all connections to each endpoint,
-// and all or all untranslated ones to each address of frontends. So their number is not the
-// product of both. Selections of TCP connections stay.
+// wider returns fewer selections, which together include those in c. They select all
+// connections to each endpoint, and all connections, or all untranslated ones, to each
+// address of frontends. So their number is not the product of the numbers of endpoints and
+// frontends. Selections of TCP connections stay.
 func (c staleConnections) wider() staleConnections {
 	out := staleConnections{}
 	for one := range c {
@@ -336,7 +338,7 @@ func (c staleConnections) matching(wanted staleConnections, now map[frontendAt]*
 		anyEndpoint := key
 		anyEndpoint.Endpoint = netip.AddrPort{}
 		if one.Protocol == tcp && one.Endpoint == one.Destination {
-			continue // it began before the service
+			continue // the connection began before the service existed
 		}
 		if wanted[key] || wanted[anyEndpoint] && !now[frontendAt{one.Protocol, one.Destination}].sends(one.Endpoint) {
 			one.Endpoint = netip.AddrPort{}

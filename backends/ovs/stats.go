@@ -34,16 +34,18 @@ type counter struct {
 	// endpoints are those of the buckets in the order of the switch. They are invalid for
 	// buckets that are other groups.
 	endpoints []netip.AddrPort
-	// before has the connections to endpoints that their present buckets have not counted.
+	// before has the numbers of connections that endpoints got before their present buckets
+	// began to count.
 	before map[netip.AddrPort]uint64
 }
 
 // listCounts are the connections to the endpoints of lists that ops change.
 type listCounts map[name]map[netip.AddrPort]uint64
 
-// countsBefore returns the connections that the buckets do not count any more after ops. The
-// switch keeps the number of a bucket until the bucket is changed or its group is replaced.
-// Connections to these buckets between this call and the change are not counted.
+// countsBefore returns the numbers of connections that the switch forgets when ops change
+// buckets. The switch keeps the number of a bucket until the bucket is changed or its group
+// is replaced. Connections to these buckets between this call and the change are not
+// counted.
 func (d *dataplane) countsBefore(ctx context.Context, ops []op) (listCounts, error) {
 	if !d.opts.Stats {
 		return nil, nil
@@ -156,12 +158,12 @@ type reading struct {
 	counts  []uint64
 }
 
-// Stats implements [backends.Counter]. It yields new connections: the first packets that the
-// buckets of groups have got or, with session affinity, the flows of endpoints. The switch
-// adds packets that its datapath has handled alone within a second. It has no numbers of
-// bytes and present connections.
+// Stats implements [backends.Counter]. It yields new connections, which the buckets of
+// groups count or, with session affinity, the flows of endpoints. Packets that the datapath
+// handles alone are counted up to a second later. The switch counts neither bytes nor
+// present connections.
 //
-// It reads the switch through a connection of its own, group by group, so that groups of
+// Stats reads the switch through a connection of its own, group by group, so that groups of
 // other programs have no effect. A Sync waits only while Stats looks for changed groups.
 func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) error {
 	if !b.opts.Stats {
@@ -196,8 +198,9 @@ func (b *backend) stats(ctx context.Context, yield func(backends.Stats) bool) er
 	return errors.New("the groups change too often")
 }
 
-// read reads the counters that readings lack, and reports whether others may have changed
-// meanwhile. If they are few, and again is true, no group can change meanwhile.
+// read reads the counters that readings lack, and reports whether other counters may have
+// changed meanwhile. If only few counters are missing and again is true, no group can
+// change meanwhile.
 func (b *backend) read(ctx context.Context, conn *openflow.Conn, readings map[uint32]reading, again bool) (more bool, err error) {
 	const few = 64
 	b.mu.Lock()

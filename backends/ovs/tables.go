@@ -116,8 +116,8 @@ func (o *Options) learnedCookies(service uint32) openflow.Cookies {
 	return openflow.Cookies{Value: o.cookie() | uint64(service), Mask: 1<<64 - 1}
 }
 
-// written are the cookies of flows that the backend writes, and all are those of all flows
-// of the instance.
+// writtenCookies are the cookies of the flows that the backend writes. allCookies are the
+// cookies of all flows of the instance.
 func (o *Options) writtenCookies() openflow.Cookies {
 	return openflow.Cookies{Value: o.cookie(), Mask: 1<<64 - 1}
 }
@@ -293,7 +293,7 @@ func (o *Options) addSources(s flowSet, family api.Family, n *node) {
 	if known {
 		add(low, ip, fromOutside)
 	} else {
-		add(low, ip, fromCluster) // it is not known who is outside
+		add(low, ip, fromCluster) // it is not known which sources are outside the pod network
 	}
 }
 

@@ -99,8 +99,8 @@ func (p *pool) endpoints() []netip.AddrPort {
 	return p.sorted
 }
 
-// pick returns an endpoint for a client, for which unfit returns false. If there is no such
-// endpoint, the second result is false.
+// pick returns an endpoint for a client. It skips endpoints for which unfit returns true.
+// If no endpoint is left, the second result is false.
 func (p *pool) pick(client netip.AddrPort, unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -144,7 +144,7 @@ func (p *pool) byWeight() netip.AddrPort {
 	p.position += 0x9e3779b97f4a7c15
 	place, _ := bits.Mul64(p.position, p.sums[len(p.sums)-1])
 	i, found := slices.BinarySearch(p.sums, place)
-	if found { // the endpoint before ends here
+	if found { // place is the end of endpoint i, and so the beginning of the next one
 		i++
 	}
 	return p.sorted[i]

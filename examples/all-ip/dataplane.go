@@ -33,8 +33,9 @@ type dataplane struct {
 	// pods has, for each IP of a service, the pods to which existing flows may continue. See
 	// flowPart.
 	pods map[netip.Addr]string
-	// stale has the IPs whose flows have to be checked: all of them if the value is true, because
-	// the filter has changed, or else those to pods that d.pods does not have.
+	// stale has the IPs whose flows must be checked. If the value is true, the filter of
+	// the IP has changed, so all its flows are deleted. Otherwise, only the flows to pods
+	// that d.pods does not have are deleted.
 	stale map[netip.Addr]bool
 }
 

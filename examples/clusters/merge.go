@@ -14,11 +14,11 @@ import (
 )
 
 // merger merges the services of clusters. With forget, it omits the endpoints of other
-// clusters with a stale state.
+// clusters whose state is stale.
 type merger struct{ forget bool }
 
-// merge returns a service of this cluster, the first one, with its endpoints in all clusters
-// that have the service.
+// merge returns a service of this cluster, with its endpoints in all clusters that have the
+// service. The first snapshot is that of this cluster.
 func (m merger) merge(key types.NamespacedName, in []*cluster.Snapshot) (*api.Service, []*api.EndpointSlice) {
 	var own api.ServiceState
 	var all []*api.EndpointSlice
@@ -41,10 +41,11 @@ func (m merger) merge(key types.NamespacedName, in []*cluster.Snapshot) (*api.Se
 	return own.Service, all
 }
 
-// imported returns a part of a slice of another cluster: with drain, the ports that have a
-// ready endpoint in this cluster, so the slice gets no new connections there; otherwise, the
-// other ports. Node names and topology hints are those of the other cluster, so they are
-// omitted. The prefix makes the name unique, because names in Kubernetes have no colon.
+// imported returns a part of a slice of another cluster. With drain, the part has the ports
+// for which this cluster has a ready endpoint. The slice's endpoints get no new connections
+// at these ports. Without drain, the part has the other ports. Node names and topology
+// hints are those of the other cluster, so they are omitted. The prefix makes the name
+// unique, because names in Kubernetes have no colon.
 func imported(prefix string, slice *api.EndpointSlice, own []*api.EndpointSlice, drain bool) *api.EndpointSlice {
 	part := *slice
 	part.Name = prefix + slice.Name

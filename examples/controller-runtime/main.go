@@ -4,7 +4,7 @@
 // proxy reads the informers of the manager's cache, so the process has one watch for each
 // kind of object. It serves the services whose label
 // service.kubernetes.io/service-proxy-name has the value "example". This sink prints the
-// frontends; a real one programs them, such as that of package backends/nftables.
+// frontends. A real sink, such as that of package backends/nftables, programs them.
 package main
 
 import (
@@ -111,7 +111,7 @@ func informersOf(ctx context.Context, c ctrlcache.Cache) (*kube.Informers, error
 type proxy struct {
 	options    kpng.Options
 	leaderOnly bool
-	running    atomic.Pointer[kpng.Proxy] // the last one
+	running    atomic.Pointer[kpng.Proxy] // the proxy of the last Start
 }
 
 func newProxy(node string, informers *kube.Informers, leaderOnly bool) *proxy {

@@ -2,9 +2,10 @@
 
 //go:build linux
 
-// Command direct-return is a load balancer for external IPs and load-balancer IPs. Any node can
-// get the packets of a client. It forwards them, without state, to the node of an endpoint, which
-// is the same for all nodes. That node answers the client directly. README.md describes it.
+// Command direct-return is a load balancer for external IPs and load-balancer IPs. Any node
+// can get the packets of a client. It forwards them, without state, to the node of an
+// endpoint. All nodes choose the same endpoint. Its node answers the client directly.
+// README.md describes the features and limits.
 package main
 
 import (
@@ -35,8 +36,9 @@ var table string
 const (
 	// slots is the number of slots of a frontend. A client's address and port are hashed to one.
 	slots = 251
-	// chances is how many endpoints of a slot get packets: the first one, and those that were
-	// the first one before others were added.
+	// chances is the number of endpoints of a slot that get packets. The first endpoint
+	// gets new connections. The others keep the connections that they got when they were
+	// the first.
 	chances = 4
 )
 
@@ -46,7 +48,8 @@ type balancer struct {
 	devices []string // on which packets arrive
 }
 
-// tables has the elements of a family by the arguments of table.nft, from the fourth on.
+// tables has the elements of a family. They are the arguments of table.nft from the fourth
+// on.
 type tables [6][]string
 
 const (
@@ -123,9 +126,9 @@ func (t *tables) add(f *nodeview.Frontend) error {
 	return nil
 }
 
-// owners returns the endpoints of a slot by rendezvous hashing. A new endpoint comes before or
-// after the others, and their order stays. So the former first endpoint of a slot, which has its
-// connections, is the next one.
+// owners returns the endpoints of a slot by rendezvous hashing. A new endpoint does not
+// change the order of the others. So if it becomes the first of a slot, the former first
+// endpoint, which has the slot's connections, becomes the second.
 func owners(slot int, endpoints []nodeview.Target) []nodeview.Target {
 	score := func(e nodeview.Target) uint64 { return maglev.Hash(fmt.Appendf(nil, "%s %d", e.AddrPort(), slot)) }
 	order := slices.SortedFunc(slices.Values(endpoints), func(a, b nodeview.Target) int { return cmp.Compare(score(b), score(a)) })

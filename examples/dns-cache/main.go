@@ -2,9 +2,10 @@
 
 //go:build linux
 
-// Command dns-cache sends questions to the cluster's DNS service to a DNS cache on the node
-// while the cache answers, and lets them go to the service otherwise. It does the work of the
-// iptables rules of NodeLocal DNSCache, with nftables. README.md describes it.
+// Command dns-cache redirects DNS questions from the cluster's DNS service to a DNS cache
+// on the node. While the cache does not answer, the questions go to the service. dns-cache
+// does the work of the iptables rules of NodeLocal DNSCache, with nftables. README.md
+// describes it.
 package main
 
 import (
@@ -36,7 +37,7 @@ var table string
 const (
 	interval = 100 * time.Millisecond // between two probes of a cache
 	patience = 500 * time.Millisecond // for the answer to a probe
-	refresh  = time.Second            // of elements, which expire after 5 s
+	refresh  = time.Second            // between two refreshes of elements, which expire after 5 s
 )
 
 // redirection redirects the frontends of a service.

@@ -29,8 +29,9 @@ type bridge struct {
 // Unwrap returns the ovs backend, see [sink.As].
 func (b *bridge) Unwrap() sink.Sink { return b.Sink }
 
-// Sync implements [sink.Sink]. A pass begins at the start and when the switch was lost. Then
-// the agent makes its part of the bridge again.
+// Sync implements [sink.Sink]. A pass begins at the start, and after the connection to the
+// switch was lost. At the beginning of a pass, the agent makes its part of the bridge
+// again.
 func (b *bridge) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		if err := b.make(ctx); err != nil {
@@ -71,7 +72,7 @@ func (b *bridge) flows() string {
 	return strings.Join([]string{
 		cookie + "table=0,priority=10,arp actions=NORMAL",
 		cookie + "table=0,priority=10,ip actions=resubmit(,100)",
-		// Packets pass by until kpng has written its flows.
+		// Packets skip kpng's tables until kpng has written its flows.
 		cookie + "table=100,priority=1,ip actions=resubmit(,110)",
 		// The destination may have changed, so compute its hardware address. A packet may leave
 		// by the port by which it arrived, which needs a change of IN_PORT.

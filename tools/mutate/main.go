@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Mutate tests the tests of packages. It makes small faults in their code, and runs the tests
-// with each one. A fault that no test finds is a survivor. A new test must find it, or
-// equivalent.txt must say why the mutant behaves as the original code does. It has a paragraph
-// for each such mutant: the three lines that this program prints for it, without file and
-// line number, and the reason.
+// Mutate tests the tests of packages. It makes small faults in their code, and runs the
+// tests with each one. A fault that no test finds is a survivor. A new test must find it,
+// or equivalent.txt must say why the mutant behaves as the original code does. This file
+// has a paragraph for each such mutant: the three lines that this program prints for it,
+// without file and line number, and the reason.
 //
 // Usage, in the root of the repository:
 //
@@ -232,13 +232,13 @@ type tests struct {
 	fast, slow map[int]selection
 }
 
-// selection are some tests, and the time that they need together.
+// selection has some tests, and the time that they need together.
 type selection struct {
 	names []string
 	needs usage
 }
 
-// usage is the time that tests need: the duration, and that of the CPU.
+// usage is the time that tests need: wall-clock time and CPU time.
 type usage struct{ wall, cpu time.Duration }
 
 func (s selection) with(name string, needs usage) selection {

@@ -43,7 +43,8 @@ type mutator struct {
 	mutants []mutant // the mutant at index i has the number i+1
 
 	// The state for one file. Prefixes are in the order of the nodes, and outer nodes come
-	// first. Suffixes have the same order, so outer nodes must come last.
+	// first. Suffixes are collected in the same order and then reversed, because suffixes
+	// of outer nodes must come last.
 	file               *token.File
 	text               []byte
 	function           string
@@ -75,7 +76,7 @@ func (m *mutator) mutate(file *ast.File, text []byte) []byte {
 		}
 	}
 	slices.Reverse(m.suffixes)
-	edits := append(slices.Clone(m.suffixes), m.prefixes...) // at one offset, what ends comes first
+	edits := append(slices.Clone(m.suffixes), m.prefixes...) // at one offset, suffixes come first
 	slices.SortStableFunc(edits, func(a, b edit) int { return a.offset - b.offset })
 	var out []byte
 	last := 0

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/perf/benchunit"
 )
 
-// pages has the pages with generated text, and what makes the text.
+// pages has the pages with generated text, and the functions that generate it.
 var pages = []struct {
 	file string
 	text func([]partResult, store) (string, error)
@@ -25,7 +25,7 @@ var pages = []struct {
 	{"docs/reference/referee.md", func(_ []partResult, s store) (string, error) { return refereePage(s) }},
 }
 
-// ofParts makes the text of a page from the results of parts alone.
+// ofParts adds an unused store argument to a function that needs only the results of parts.
 func ofParts(text func([]partResult) string) func([]partResult, store) (string, error) {
 	return func(results []partResult, _ store) (string, error) { return text(results), nil }
 }

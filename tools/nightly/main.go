@@ -10,11 +10,11 @@
 // A PATTERN is the name of a part, or a pattern such as 'bench-*'. Parts that are long run
 // only if a pattern names them.
 //
-// The result of a part is a line of JSON at the end of results/PART.jsonl. A result is for
-// the code of a commit: all files except results, docs and Markdown files beside them. So a
-// run that was killed goes on where it stopped, also after its results were committed. A
-// part that fails does not stop the others. The command fails if a part that it selected
-// has no result "passed".
+// The result of a part is a line of JSON at the end of results/PART.jsonl. A result applies
+// to the code of a commit: all files except the folders results and docs, and Markdown
+// files beside these folders. So a run that was killed continues where it stopped, even if
+// its results were committed meanwhile. A part that fails does not stop the others. The
+// command fails if a part that it selected has no result "passed".
 package main
 
 import (

@@ -155,7 +155,7 @@ go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -hist
 	return append(parts, benchmarkParts()...)
 }
 
-// conformanceParts returns the conformance kit on this kernel.
+// conformanceParts returns the parts that run the conformance kit on this kernel.
 func conformanceParts() []part {
 	var parts []part
 	for _, dir := range []string{"backends/nftables", "backends/iptables", "backends/ebpf", "backends/ovs", "backends/userspace", "examples/reconcile", "examples/fullstate"} {
@@ -168,7 +168,7 @@ func conformanceParts() []part {
 	return parts
 }
 
-// kernelParts returns the tests on Debian's kernels in QEMU.
+// kernelParts returns the parts that run tests on Debian's kernels in QEMU.
 func kernelParts() []part {
 	var parts []part
 	for _, suite := range []struct {
@@ -213,8 +213,9 @@ CGO_ENABLED=0 go build -C test -o "$kernel/kernel" ./kernel
 	return parts
 }
 
-// clusterParts returns Kubernetes' own tests of services, and kpng's tests of a whole
-// cluster, with kube-proxy, kpng's backends, and the agent of examples/cni.
+// clusterParts returns the parts that test whole clusters, with kube-proxy, with kpng's
+// backends, and with the agent of examples/cni. They run Kubernetes' own tests of services,
+// and tests of kpng.
 func clusterParts() []part {
 	parts := []part{{
 		Name: "cluster-smoke", About: "18 of [Kubernetes' own tests](../operate/cluster.md#kubernetes-own-tests) with kpng", Limit: 40 * time.Minute,

@@ -101,7 +101,7 @@ func (r runner) run(ctx context.Context, p part) (result, error) {
 	cmd.WaitDelay = r.grace
 	err = cmd.Run()
 	if cmd.Process != nil {
-		syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // what the part left
+		syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // kill processes that the part left behind
 	}
 	res.Seconds = float64(time.Since(started).Milliseconds()) / 1000
 	var exit *exec.ExitError

@@ -10,8 +10,8 @@ import (
 	"slices"
 )
 
-// certificates describes the certificates in the image. The module that contains them has
-// the licence of its own code only.
+// certificates describes the certificates in the image. The module that contains the
+// certificates has only the licence of its own code.
 const certificates = `The image of kpng contains certificates of authorities in the file
 /etc/ssl/certs/ca-certificates.crt. They come from Mozilla's list of authorities, whose source
 is https://hg.mozilla.org/projects/nss/raw-file/tip/lib/ckfw/builtins/certdata.txt. This list is

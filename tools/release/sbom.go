@@ -50,8 +50,8 @@ type hash struct {
 
 type licence struct {
 	Licence struct {
-		ID   string `json:"id,omitempty"`   // of SPDX
-		Name string `json:"name,omitempty"` // otherwise
+		ID   string `json:"id,omitempty"`   // the ID of a licence in the SPDX list
+		Name string `json:"name,omitempty"` // the name of a licence that SPDX does not list
 	} `json:"license"`
 }
 

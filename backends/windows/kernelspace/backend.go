@@ -27,9 +27,9 @@ import (
 // backend is the dataplane of this package. It programs services as HNS load
 // balancers with their endpoints. Only one driver may use it.
 //
-// The load balancers are the objects of a Reconciler, by their frontends. Their values are
-// policies. The value nil is a load balancer as HNS has listed it. So the state of HNS is
-// only in the field holdings, and equal compares a policy with it.
+// The load balancers are the objects of a Reconciler. The key of an object is the frontend,
+// and its value is the policy. The value nil means the load balancer that HNS has listed.
+// Its state is only in the field holdings, with which equal compares a policy.
 type backend struct {
 	opts       Options
 	owner      ownership.Owner
@@ -110,8 +110,9 @@ func New(opts Options) (backends.Dataplane, error) {
 }
 
 // Honours implements [backends.Capable]. HNS has no weights, its hash need not be the same
-// on all nodes, and it cannot end connections. It has no source ranges either, but the
-// backend does not serve restricted node ports, so no other client reaches them.
+// on all nodes, and it cannot end connections. HNS has no source ranges either. But the
+// backend does not serve node ports with source ranges, so clients outside the ranges
+// cannot reach them.
 func (b *backend) Honours() nodeview.Parameters {
 	return nodeview.Parameters{NodePortSources: true}
 }
@@ -125,7 +126,7 @@ func (b *backend) Start(ctx context.Context) error {
 }
 
 // own returns a function that takes the ownership of the state file. If the file cannot be
-// locked for another reason than another owner, the function logs that and succeeds.
+// locked although no other process owns it, the function logs the error and succeeds.
 func (b *backend) own(ctx context.Context) func() (release func(), err error) {
 	return func() (func(), error) {
 		release, err := ownership.File(b.opts.StateFile)

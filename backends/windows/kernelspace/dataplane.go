@@ -198,8 +198,8 @@ func (b *backend) relist() error {
 	return nil
 }
 
-// survey reads the state of HNS, and removes what would make later calls fail. A changed
-// network is an error, unless a pass begins.
+// survey reads the state of HNS, and removes the objects that would make later calls fail.
+// A changed network is an error, unless a pass begins.
 func (b *backend) survey() error {
 	if !b.surveyed {
 		features, err := b.hns.Features()

@@ -18,8 +18,8 @@ import (
 // Options are the settings of the dataplane. Of [backends.Options], it supports Instance,
 // NodeAddresses and Observer.
 //
-// Instance begins the names of its HNS endpoints. If Instance is empty, "kpng" does. Two
-// instances on one machine need different names.
+// The names of its HNS endpoints begin with Instance or, if Instance is empty, with "kpng".
+// Two instances on one machine need different names.
 //
 // NodeAddresses are this node's addresses, which Sync and Verify read. Default: the
 // addresses in its Node object.
@@ -36,7 +36,7 @@ type Options struct {
 	// StateFile is a file that records which load balancers the dataplane created, because
 	// HNS stores no owner. Without a file, Cleanup removes no load balancers, and after a
 	// restart the dataplane does not remove load balancers of services that were deleted
-	// while it did not run. Each instance needs another file. Default: none.
+	// while it did not run. Each instance needs a file of its own. Default: none.
 	StateFile string
 
 	// EnableDSR enables direct server return for cluster IPs. The dataplane does not start if
@@ -54,10 +54,10 @@ type Options struct {
 	HostMAC string
 
 	// MaxLoadBalancers limits the load balancers of one service: one for each of its
-	// frontends. Those for forwarded health checks do not count. Each takes HNS several
-	// milliseconds, and other services wait meanwhile. Sync refuses a service that needs
-	// more: it returns an error for this service, and the service keeps its last load
-	// balancers. Default: 1,024.
+	// frontends. Those for forwarded health checks do not count. HNS needs several
+	// milliseconds for each load balancer, and other services wait meanwhile. Sync refuses
+	// a service that needs more: it returns an error for this service, and the service
+	// keeps its last load balancers. Default: 1,024.
 	MaxLoadBalancers int
 
 	// RootEndpoint is the name of this node's own HNS endpoint, such as "cbr0". It receives

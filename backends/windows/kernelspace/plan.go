@@ -171,7 +171,7 @@ type destinations struct {
 	endpoints []destination
 	sourceVIP netip.Addr
 	degraded  []string
-	running   bool // not all endpoints of the whole list are terminating
+	running   bool // true if an endpoint of the whole list is not terminating
 }
 
 func (on *environment) destinationsOf(f *nodeview.Frontend, key listKey) *destinations {

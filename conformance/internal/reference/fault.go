@@ -40,7 +40,7 @@ const (
 
 	// DropsAll drops the connections that the proxy must reject.
 	DropsAll Fault = "drops all"
-	// NoVerdicts has no rules that reject or drop connections for lack of an endpoint.
+	// NoVerdicts neither rejects nor drops connections to frontends without endpoints.
 	NoVerdicts Fault = "no verdicts"
 	// UnknownPorts does not handle connections to unknown ports of cluster IPs.
 	UnknownPorts Fault = "unknown ports"
@@ -59,8 +59,7 @@ const (
 	LocalhostOnce Fault = "localhost once"
 	// LocalhostRoutes sets the kernel setting route_localnet.
 	LocalhostRoutes Fault = "localhost routes"
-	// LocalhostPodsOnly does not send connections to localhost to endpoints with node
-	// addresses.
+	// LocalhostPodsOnly ignores endpoints with node addresses for connections to localhost.
 	LocalhostPodsOnly Fault = "localhost pods only"
 	// ServesProxied also serves load-balancer IPs with ipMode Proxy.
 	ServesProxied Fault = "serves proxied"
@@ -125,7 +124,7 @@ const (
 	CountsServices Fault = "counts services"
 	// CountsPositions counts connections by the position of endpoints in their list.
 	CountsPositions Fault = "counts positions"
-	// CountsAgain begins all counters again at each change.
+	// CountsAgain sets all counters to zero at each change.
 	CountsAgain Fault = "counts again"
 	// CountsPackets counts the packets of clients as connections, too.
 	CountsPackets Fault = "counts packets"

@@ -296,9 +296,9 @@ func (r *ruleset) hash(chain string, f *nodeview.Frontend, endpoints []nodeview.
 // weight is the weight of an endpoint.
 type weight int
 
-// of returns an nft expression that matches w in rest packets at random. The
-// expression must not have an anonymous set: when rules are replaced, the set of an old
-// rule is emptied, but a packet may still meet the old rule.
+// of returns an nft expression that matches w in rest packets at random. The expression
+// must not have an anonymous set. When rules are replaced, the kernel empties the set of an
+// old rule while a packet may still pass this rule.
 func (w weight) of(rest weight) string {
 	if w == rest {
 		return ""
@@ -455,8 +455,7 @@ func addressType(f api.Family) string {
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 
-// upperHalf returns the upper half of all IPv4 addresses if addr is one, and else the
-// upper half of all IPv6 addresses.
+// upperHalf returns the upper half of the address space of addr's IP family.
 func upperHalf(addr netip.Addr) string {
 	if addr.Is4() {
 		return "128.0.0.0/1"

@@ -25,12 +25,12 @@ import (
 )
 
 // counters counts traffic. New connections are counted by named counters of nftables, which
-// keep their numbers when the rules are replaced. Active connections and bytes are those in
-// connection tracking.
+// keep their numbers when the rules are replaced. Connection tracking provides the active
+// connections and the bytes.
 type counters struct {
 	mu sync.Mutex
-	// names has the name of the counter of each service port and endpoint. The numbers in
-	// these keys are 0.
+	// names maps each service port and endpoint to the name of its counter. All numbers in
+	// the keys are 0.
 	names map[backends.Stats]string
 	flows map[countedFlow]backends.Stats
 }

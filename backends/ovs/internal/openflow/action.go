@@ -124,7 +124,7 @@ const (
 	natLastPort  = 1 << 5
 )
 
-// Translate translates packets of connections that a translation was committed for.
+// Translate translates packets of connections for which a translation was committed.
 func Translate() Actions { return nat(0, nil, nil) }
 
 // TranslateDestination replaces the destination address and, if port is not 0, the
@@ -148,9 +148,9 @@ func TranslateSource(first, last netip.Addr, firstPort, lastPort uint16) Actions
 func AvoidClash() Actions { return nat(natSource, nil, nil) }
 
 // nat returns the action for a range of addresses of one family and a range of ports. Each
-// range consists of nothing, of one value, or of the first and the last.
+// range is empty, or has one value, or has the first and the last value.
 func nat(flags byte, addrs []netip.Addr, ports []uint16) Actions {
-	const present = 5 // what of the ranges follows
+	const present = 5 // the offset of the bits that say which values follow
 	b := []byte{0, 0, 0, flags, 0, 0}
 	for i, a := range addrs {
 		b[present] |= [][2]byte{{natIPv4, natIPv6}, {natLastIPv4, natLastIPv6}}[i][a.BitLen()/128]
@@ -163,7 +163,7 @@ func nat(flags byte, addrs []netip.Addr, ports []uint16) Actions {
 	return nicira(niciraNAT, b)
 }
 
-// Learn adds a flow with the packet's source address, unless such a flow exists.
+// Learn adds a flow that matches the packet's source address, unless such a flow exists.
 type Learn struct {
 	Table    uint8
 	Priority uint16
@@ -174,8 +174,8 @@ type Learn struct {
 	// counts whole seconds, at most 65,535.
 	Idle      time.Duration
 	EtherType uint16
-	// The flow matches packets whose 64-bit register MatchRegister has the value that it has
-	// now.
+	// The flow matches packets whose 64-bit register MatchRegister has the same value as in
+	// this packet.
 	MatchRegister int
 	// The flow loads LoadAddress into the 128-bit register AddressRegister, and LoadPort into
 	// the more significant half of the 32-bit register PortRegister.

@@ -103,8 +103,8 @@ func DeleteFlow(key FlowKey, cookies Cookies) Message {
 	return flowMod(flowDeleteStrict, &Flow{FlowKey: key, Cookie: cookies.Value}, cookies.Mask)
 }
 
-// DeleteFlows deletes all flows in a table that match at most the packets of the given
-// match and have cookies in the set.
+// DeleteFlows deletes the flows of a table that have cookies in the set and whose match is
+// equal to the given match or narrower.
 func DeleteFlows(table uint8, match string, cookies Cookies) Message {
 	return flowMod(flowDelete, &Flow{FlowKey: FlowKey{Table: table, Match: match}, Cookie: cookies.Value}, cookies.Mask)
 }
@@ -410,8 +410,8 @@ func parseGroupCounts(id uint32, b []byte) (packets []uint64) {
 	return packets
 }
 
-// takeTLV returns the value of an element with type and length, and what follows after
-// its padding.
+// takeTLV returns the value of an element with type and length, and the bytes after its
+// padding.
 func takeTLV(b []byte) (value, rest []byte, err error) {
 	if len(b) < 4 {
 		return nil, nil, errTruncated

@@ -66,7 +66,7 @@ func TestUnsupportedOptionsAreRefused(t *testing.T) {
 				field.SetZero()
 			}
 		}
-		if name == "MasqueradeOutsiders" { // it needs another option
+		if name == "MasqueradeOutsiders" { // this option also needs a pod network
 			o.ClusterCIDRs = pods
 		}
 		for backend, construct := range constructors {
@@ -83,7 +83,7 @@ func TestUnsupportedOptionsAreRefused(t *testing.T) {
 	}
 }
 
-// TestZeroOptions checks that no backend needs an option that all share.
+// TestZeroOptions checks that no backend requires one of the shared options.
 func TestZeroOptions(t *testing.T) {
 	for backend, construct := range constructors {
 		if b, err := construct(backends.Options{ClusterCIDRs: []netip.Prefix{}}); err != nil || b == nil {

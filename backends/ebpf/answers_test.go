@@ -202,7 +202,8 @@ func testManyServices(t *testing.T) {
 	for i := range 8 {
 		use(i + 1)
 	}
-	// While the other sink handles service 9, and for two minutes after that, it keeps it.
+	// The other sink keeps service 9 while the socket uses it, and for two minutes after
+	// that.
 	s.age(time.Minute, 1)
 	mustLeave(9)
 	s.age(121*time.Second, 1)
@@ -221,8 +222,8 @@ type udpPeers struct {
 	}
 }
 
-// age imitates that the last datagrams of the socket to a service, and the last datagrams
-// that were not translated, were sent earlier.
+// age sets back the recorded times of the socket's last datagrams to a service, and of its
+// last datagrams that were not translated.
 func (s *socket) age(by time.Duration, i int) {
 	s.n.t.Helper()
 	raw, err := s.SyscallConn()
@@ -538,7 +539,7 @@ func testBoundPort(t *testing.T) {
 			t.Errorf("from %s: %v", from, err)
 		}
 	}
-	// A socket that is bound to an address only gets its port when it connects.
+	// A socket that is bound to an address without a port gets its port when it connects.
 	n.rawSocket(netip.MustParseAddrPort(serviceAddr(1)), unix.SOCK_STREAM, func(fd int) error {
 		const bindAddressNoPort = 24
 		return errors.Join(unix.SetsockoptInt(fd, unix.IPPROTO_IP, bindAddressNoPort, 1), unix.Bind(fd, sockaddr("10.0.2.1:0")), unix.Connect(fd, sockaddr(serviceAddr(1))))

@@ -77,15 +77,19 @@ var (
 // continues with the numbers of the process before it. The map translated has the numbers
 // of addresses that the programs replaced, by hook: connect4, sendmsg4, recvmsg4,
 // getpeername4, and the same names with 6. At connect and sendmsg, an endpoint replaces a
-// service. At recvmsg and getpeername, a service replaces an endpoint. The map left has the
-// numbers of connections and datagrams to frontends in the maps that the programs left to
-// the other sink, by reason: abandoned (the process has not run for ten minutes, or an
-// error paused the programs), no_endpoint (only existing UDP sockets may use the
-// endpoints), list_changed (the list changed at this moment), no_memory (there is none for
-// the record of the socket, or the cluster IP has too many clients with session affinity),
-// bound_port (the socket had a port before it connected), ambiguous (the source of an
-// answer to the UDP socket could be wrong), and excluded (the process is in an excluded
-// cgroup).
+// service. At recvmsg and getpeername, a service replaces an endpoint.
+//
+// The map left counts the connections and datagrams that the programs left to the other
+// sink, although the maps have their frontend. The keys of left are the reasons:
+//
+//   - abandoned: the process has not run for ten minutes, or an error paused the programs.
+//   - no_endpoint: only existing UDP sockets may use the endpoints.
+//   - list_changed: the list of endpoints changed at this moment.
+//   - no_memory: there is no memory for the record of the socket, or the cluster IP has too
+//     many clients with session affinity.
+//   - bound_port: the socket had a port before it connected.
+//   - ambiguous: the source of an answer to the UDP socket could be wrong.
+//   - excluded: the process is in an excluded cgroup.
 func New(proxy sink.Sink, opts Options) (backends.Dataplane, error) {
 	b, err := newBackend(proxy, opts)
 	if err != nil {

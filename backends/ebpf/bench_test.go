@@ -32,16 +32,16 @@ func numberedService(number, endpoints int) *api.View {
 var sizes = []int{10, 1000, 100000}
 
 // BenchmarkConnect compares the time to connect to a service with the time to connect to
-// its endpoint, which is on the loopback interface. It alternates between the two kinds
-// of connections, and reports the median of each.
+// its endpoint, which is on the loopback interface. It alternates between the two kinds of
+// connections, and reports the median time of each kind.
 func BenchmarkConnect(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) { benchmarkConnect(b, services, Options{}) })
 	}
 }
 
-// BenchmarkConnectWithExclusions does the same while another pod is excluded. Its first part
-// excludes nothing.
+// BenchmarkConnectWithExclusions is like BenchmarkConnect, first without excluded pods and
+// then while another pod is excluded.
 func BenchmarkConnectWithExclusions(b *testing.B) {
 	for _, excluded := range [][]string{nil, {"other"}} {
 		b.Run(fmt.Sprint(len(excluded)), func(b *testing.B) { benchmarkConnect(b, 10, Options{ExcludedCgroups: excluded}) })
@@ -187,8 +187,8 @@ func BenchmarkChange(b *testing.B) {
 }
 
 // BenchmarkSend measures the time to send a datagram from a UDP socket that is not
-// connected: to an endpoint, from a socket outside the cgroup and from one inside, and to a
-// service. The socket is open, or is opened and closed for each datagram.
+// connected. The destination is an endpoint, from outside the cgroup and from inside, or a
+// service. The socket stays open, or is opened and closed for each datagram.
 func BenchmarkSend(b *testing.B) {
 	n := newNode(b, Options{})
 	n.ns.Add(b, "lo", "10.0.0.1")
@@ -228,7 +228,8 @@ func BenchmarkSend(b *testing.B) {
 							return err
 						}
 					}
-					// No socket receives the datagrams, so an earlier one may have been refused.
+					// No socket receives the datagrams, so the kernel may report that an
+					// earlier one was refused.
 					if err := unix.Sendto(to, nil, 0, test.to); err != nil && err != unix.ECONNREFUSED {
 						return err
 					}

@@ -515,7 +515,8 @@ func TestRestartUsesOtherIDs(t *testing.T) {
 	}
 }
 
-// A parameter that the other sink does not honour is no reason to leave a service to it.
+// A parameter that the other sink does not honour is no reason to leave a service to that
+// sink.
 func TestPlanIgnoresParametersThatTheOtherSinkIgnores(t *testing.T) {
 	plain := plan(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), "", nodeview.Parameters{})
 	ignored := plan(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {

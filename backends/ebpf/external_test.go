@@ -229,7 +229,7 @@ func testBind(t *testing.T) {
 		{n.ns.Do, "tcp", "[::ffff:172.16.0.1]:30080", true},
 		{n.ns.Do, "tcp", "172.16.0.2:30080", false},    // not an address of node ports
 		{n.ns.Do, "tcp", "[fd00:172::1]:30080", false}, // the service has no IPv6 node port
-		{n.ns.Do, "tcp", "127.0.0.1:30080", false},     // for the listener of kpng
+		{n.ns.Do, "tcp", "127.0.0.1:30080", false},     // kpng's own listener handles it
 		{n.ns.Do, "tcp", ":30081", false},              // another port
 		{n.ns.Do, "tcp", ":0", false},
 		{n.ns.Do, "udp", ":30080", false}, // another protocol

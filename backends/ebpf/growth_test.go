@@ -76,7 +76,7 @@ func (k *fakeKernel) mustWrite(step string, got, want counts) {
 }
 
 // uncheckedKernel returns a fake kernel of the default size that does not check each write,
-// which takes time in proportion to the tables.
+// because a check takes time in proportion to the tables.
 func uncheckedKernel(t *testing.T) *fakeKernel {
 	k := newFakeKernel(t, 1<<18, 1<<20, 1<<18)
 	k.frontends.check, k.slots.check, k.members.check = func() {}, func() {}, func() {}
@@ -132,8 +132,8 @@ func TestListsOfEarlierVersionsAreMerged(t *testing.T) {
 	k.mustWrite("another pass", k.written(sink.Changes{First: true, Last: true}, web), counts{})
 }
 
-// TestOneServiceCannotFillTheMaps checks that the programs leave a service to the other
-// sink that needs more than its share of a map, and that other services do not change.
+// TestOneServiceCannotFillTheMaps checks that the other sink handles a service that needs
+// more than its share of a map, and that other services do not change.
 func TestOneServiceCannotFillTheMaps(t *testing.T) {
 	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)
 	for name, test := range map[string]struct {
@@ -190,8 +190,9 @@ func TestLargeServicesLeftCostNothing(t *testing.T) {
 	k.mustWrite("change of another service", k.written(sink.Changes{}, view("small", []string{"10.96.1.1"}, []string{"10.0.0.1"}, tcp)), counts{1, 1, 0, 2})
 }
 
-// TestClientsEndWithTheirService changes services with session affinity. The programs must
-// have an element for each of their cluster IPs, and their clients must end with them.
+// TestClientsEndWithTheirService changes services with session affinity. The maps must have
+// an element for each cluster IP of these services. The clients of a service must be
+// deleted together with it.
 func TestClientsEndWithTheirService(t *testing.T) {
 	k := newFakeKernel(t, 100, 100, 100)
 	a, b := view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, withAffinity(10)), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, withAffinity(10))

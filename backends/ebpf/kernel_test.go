@@ -495,7 +495,7 @@ func testAbandoned(t *testing.T) {
 	n.mustReach("10.96.0.1:80", endpoints[0])
 	n.setAge(10*time.Minute + time.Second)
 	n.mustNotReach("10.96.0.1:80")
-	n.setAge(-time.Hour) // as a process in a time namespace of an earlier version wrote it
+	n.setAge(-time.Hour) // as an earlier version in a time namespace wrote it
 	n.mustNotReach("10.96.0.1:80")
 	n.restart()
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
@@ -663,8 +663,8 @@ func testSlowSink(t *testing.T) {
 	n.set(view("web", []string{"10.96.0.1"}, endpoints[1:2], nil))
 }
 
-// testClientsOfOneService makes more clients of a service than it may have: a client for each
-// port. Another service keeps its client. The memory is free when the service is deleted.
+// testClientsOfOneService makes more clients of a service than it may have: a client for
+// each port. Another service keeps its client. Deleting the service frees the memory.
 func testClientsOfOneService(t *testing.T) {
 	const ports = 200
 	n := newNode(t, Options{MaxClients: 1024})
@@ -842,8 +842,9 @@ func testExcludedCgroups(t *testing.T) {
 	}
 }
 
-// A restart excludes a cgroup before the first program of the new process runs, and again
-// uses eBPF for it when the option is gone.
+// After a restart with the option, the cgroup is excluded before the first program of the
+// new process runs. After a restart without the option, the programs handle the cgroup
+// again.
 func testExclusionAfterRestart(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
@@ -905,7 +906,7 @@ func testExcludedPods(t *testing.T) {
 		translated(c)
 	}
 	pods = podSource{"5a105e8b9d40e1329780d62ea2265d8a", "99999999-2222-3333-4444-555555555555"}
-	verify() // the label of one pod was removed, and another one got it
+	verify() // the label was moved to another pod
 	translated(container)
 	left(other)
 	if err := os.Remove(other.Dir); err != nil {
@@ -941,7 +942,8 @@ func testUnknownPodsStayExcluded(t *testing.T) {
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
 }
 
-// More pods than the map has room for are no error, and neither exclude other processes.
+// If there are more pods than the map has room for, this causes no error and excludes no
+// other processes.
 func TestExcludedPodsAreLimited(t *testing.T) {
 	n := newNode(t, Options{ExcludedCgroups: []string{"mesh"}})
 	mesh, kubepods := n.ns.Cgroup.Below(t, "mesh"), n.ns.Cgroup.Below(t, "kubepods")

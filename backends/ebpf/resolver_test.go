@@ -58,9 +58,9 @@ func (s *dnsServer) serve(c *net.UDPConn) {
 	}
 }
 
-// testResolvers asks for names while the endpoints of the name service come and go, with
-// getaddrinfo of the C library and with Go's resolver. Both use connected UDP sockets. A
-// question that is lost is repeated after five seconds.
+// testResolvers asks for names while endpoints of the name service are added and removed,
+// with getaddrinfo of the C library and with Go's resolver. Both use connected UDP sockets.
+// A question that is lost is repeated after five seconds.
 func testResolvers(t *testing.T) {
 	if !sweepsUDP(t) {
 		return
@@ -89,7 +89,8 @@ func testResolvers(t *testing.T) {
 	churned := make(chan int)
 	go func() {
 		changes := 0
-		// The resolvers give up a question if they lose it twice, so changes are rarer.
+		// A resolver gives up if its question is lost twice. So there is enough time
+		// between two changes.
 		awaitAnswers := func() {
 			for enough := answers.Load() + 10; answers.Load() < enough && ctx.Err() == nil; time.Sleep(time.Millisecond) {
 			}

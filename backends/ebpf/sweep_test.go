@@ -67,7 +67,7 @@ func (n *node) mustAnswer(c net.Conn, want string) {
 	}
 }
 
-// awaitSweep waits until the sweeper has finished a sweep that begins after the call.
+// await waits until the sweeper has finished a sweep that begins after the call.
 func (s *sweeper) await(t *testing.T) {
 	t.Helper()
 	for range 2 {

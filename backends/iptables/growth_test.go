@@ -69,8 +69,8 @@ func (s shape) service() *api.Service {
 	return svc
 }
 
-// view returns the node's view of a service with endpoints 10.1.0.1, 10.1.0.2 and so on,
-// without those of the numbers in absent.
+// view returns the node's view of a service. Its endpoints are 10.1.0.1, 10.1.0.2 and so
+// on, except the endpoints with the numbers in absent.
 func (s shape) view(svc *api.Service, absent ...int) *api.View {
 	var words []string
 	for i := range s.endpoints {
@@ -129,7 +129,8 @@ func TestCostIsProportional(t *testing.T) {
 	}
 }
 
-// follow adds to out the probability of each target of the packets that enter a chain.
+// follow adds to out, for each target, the probability that a packet that enters a chain
+// reaches it.
 func (r *rendered) follow(t *testing.T, chain string, probability float64, out map[string]float64) {
 	rest := probability
 	for rule := range strings.SplitSeq(r.chains[chainID{nat, chain}], "\n") {
@@ -179,7 +180,7 @@ func TestEndpointsOfLargeListsAreEqual(t *testing.T) {
 	}
 }
 
-// record makes the programs of a ruleset append their input to a file. The returned
+// recordInput makes the programs of a ruleset append their input to a file. The returned
 // function returns the input since its last call.
 func recordInput(t *testing.T, r *ruleset) (input func() string) {
 	path := filepath.Join(t.TempDir(), "input")
@@ -391,7 +392,7 @@ func TestAddressesShareTheirSourceRanges(t *testing.T) {
 }
 
 // Two lists of source ranges may have the same name. Then the second service fails, and no
-// service gets the ranges of the other one.
+// service gets the ranges of another service.
 func TestSourceRangesWithTheNameOfOthers(t *testing.T) {
 	for _, v := range variants[:2] {
 		b := start(t, netnstest.New(t), v)

@@ -41,8 +41,8 @@ func TestHistories(t *testing.T) {
 // name of a kind of fault exists, they fail if their input matches a pattern in that file.
 type faultyPrograms struct{ dir string }
 
-// The kinds of faults. A refused program does nothing, a lost one does everything, and a
-// partial one does the first transaction.
+// The kinds of faults. Each program fails: with refuse, it does nothing; with lose, it
+// first does everything; with part, it first does one transaction.
 var faultKinds = []string{"refuse", "lose", "part"}
 
 const faultyProgram = `#!/bin/sh
@@ -141,8 +141,8 @@ func (s *historySink) Start(ctx context.Context) error {
 	return err
 }
 
-// Sync begins a new pass if the last one could not use a family or sets. The backend
-// requests this pass a minute later.
+// Sync begins a new pass if the last one could not use a family or sets. Without this
+// method, the backend would request the pass a minute later.
 func (s *historySink) Sync(ctx context.Context, c *sink.Changes) error {
 	if !s.disturbed && !c.First && s.known && s.isDegraded() {
 		return sink.ErrStartOver

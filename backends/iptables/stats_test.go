@@ -153,7 +153,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 		// The pass deletes the service.
 		maps.DeleteFunc(want, func(s backends.Stats, _ int64) bool { return s.Service.Name == "udp" })
 
-		// A change of endpoints leaves the counters of the others.
+		// A change of endpoints does not change the counters of other endpoints.
 		views[0] = view("web", "10.96.0.1 fd00:96::1", some+" 10.2.1.4 !fd02:1::2 fd02:1::3", twoPorts)
 		views[2] = view("large", "10.96.0.3", strings.TrimSuffix(large, " 10.2.1.139"))
 		maps.DeleteFunc(want, func(s backends.Stats, _ int64) bool {

@@ -213,7 +213,8 @@ func (f fakeServers) set(id serverID, create bool, to settings) error {
 	return nil
 }
 
-// check returns the error of the kernel for a destination that must exist or must not.
+// check returns the kernel's error if the destination exists but must not, or does not
+// exist but must.
 func (f fakeServers) check(id serverID, at netip.AddrPort, exists bool) error {
 	if f[id] == nil {
 		return unix.ESRCH

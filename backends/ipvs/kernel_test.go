@@ -655,8 +655,9 @@ func testAddressOfNodePort(t *testing.T) {
 }
 
 // testOwnAddressAndNodePort checks a service whose external IP is an address of the node.
-// One of its ports has the number of the node port of the other. So two frontends have the
-// same address and port, but need different elements in the table. This conflict must not stop other services.
+// The number of one of its ports is the node port of its other port. So two frontends have
+// the same address and port, but need different elements in the table. This conflict must
+// not stop other services.
 func testOwnAddressAndNodePort(t *testing.T) {
 	n := newNode(t)
 	bad := view([]string{"10.1.0.1"}, func(s *api.Service) {

@@ -222,7 +222,8 @@ func TestCleanupDeletesTable(t *testing.T) {
 	}
 }
 
-// TestOptionsReachTable checks that all options of the backend that the table needs reach it.
+// TestOptionsReachTable checks that the table gets all options of the backend that it
+// needs.
 func TestOptionsReachTable(t *testing.T) {
 	b, err := newBackend(Options{Options: backends.Options{
 		Instance: strings.Repeat("a", 56), MasqueradeMark: 0x8000, MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"},
@@ -236,7 +237,8 @@ func TestOptionsReachTable(t *testing.T) {
 	}
 }
 
-// TestServersStayUntilTheirConnectionsEnd deletes a service, and moves it to the table.
+// TestServersStayUntilTheirConnectionsEnd deletes a service in one case, and moves it to
+// the table in another.
 func TestServersStayUntilTheirConnectionsEnd(t *testing.T) {
 	plain := view([]string{"10.1.0.1"}, nil)
 	for name, test := range map[string]struct {

@@ -335,7 +335,8 @@ func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
 	}
 }
 
-// newMemoryNode returns a backend like newSubject.
+// newMemoryNode returns a backend with virtual servers in memory and routes of the loopback
+// interface, like newSubject.
 func newMemoryNode(t testing.TB, ns *netnstest.Namespace) (*node, fakeServers) {
 	n, servers := &node{t: t, ns: ns}, fakeServers{}
 	n.restart(func(o *Options) { o.Sysctls = backends.IgnoreSysctls })

@@ -170,8 +170,8 @@ func BenchmarkAffinity(b *testing.B) {
 	}
 }
 
-// BenchmarkIdleVerify measures a Verify after which no other program has changed any
-// table. kpng calls Verify once a second.
+// BenchmarkIdleVerify measures a Verify when no other program has changed any table since
+// the last one. kpng calls Verify once a second.
 func BenchmarkIdleVerify(b *testing.B) {
 	be, _ := start(b, Options{})
 	mustSync(b, be, splitPass(manyServices(10_000, 10))...)
@@ -216,9 +216,9 @@ func BenchmarkConnect(b *testing.B) {
 
 // BenchmarkChangeDuringPass changes one service after the other during a pass. The pass
 // itself changes nothing. The benchmark reports the median and the longest time until a
-// change is in the kernel, and the longest CPU time of the process meanwhile, which other
-// programs do not prolong. The case "restart" is the first pass after a restart, when the table
-// has already been read. The case "later" is a later pass.
+// change is in the kernel, and the longest CPU time of the process for a change, which does
+// not depend on other programs. The case "restart" is the first pass after a restart, when
+// the table has already been read. The case "later" is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000, 100_000} {
 		src := sinktest.NewSource()

@@ -80,7 +80,7 @@ func TestChangesWhileTheTableIsRead(t *testing.T) {
 		e := s.element(rand.IntN(len(s.records)))
 		err = other.Transact(t.Context(), func(w *nft.Writer) {
 			writeElements(w, unix.NFT_MSG_DELSETELEM, 0, e.ref())
-			if e.key[3] ^= 0x80; i%2 == 0 && m.kind != kindLists { // a number of a list that no service has may be in use soon
+			if e.key[3] ^= 0x80; i%2 == 0 && m.kind != kindLists { // a service may soon get this number
 				writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, e.ref())
 			}
 		})

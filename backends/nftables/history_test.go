@@ -67,8 +67,8 @@ func testHistories(t *testing.T, limit int) {
 	})
 }
 
-// disturb makes transactions of b fail at random, until the result is called. Some of them
-// take effect although they fail.
+// disturb makes transactions of b fail at random, until the returned function is called.
+// Some of them take effect although they fail.
 func disturb(b *backend, random *rand.Rand) (calm func()) {
 	exchange := b.table.conn.Exchange
 	refused := &netfilter.Failure{Errno: []unix.Errno{unix.EINVAL, unix.ENFILE, unix.ENOENT, unix.EEXIST}[random.IntN(4)]}

@@ -131,8 +131,8 @@ func changedElements(batch []byte) (added, removed int) {
 	return added, removed
 }
 
-// TestAnEndpointChangesFewElements counts the elements that changes of endpoints write,
-// whatever the number of frontends and of other endpoints.
+// TestAnEndpointChangesFewElements counts the elements that changes of endpoints write. The
+// counts do not depend on the numbers of frontends and of other endpoints.
 func TestAnEndpointChangesFewElements(t *testing.T) {
 	for name, test := range map[string]struct {
 		edit     func(*api.Service)
@@ -141,7 +141,7 @@ func TestAnEndpointChangesFewElements(t *testing.T) {
 	}{
 		"an endpoint is added":                       {from: 5, to: 6, want: [2]int{1, 0}},
 		"the last endpoint is removed":               {from: 6, to: 5, want: [2]int{0, 1}},
-		"the class changes, too":                     {from: 4, to: 5, want: [2]int{3, 1}}, // and the chain and element of the class are new
+		"the class changes, too":                     {from: 4, to: 5, want: [2]int{3, 1}}, // with the new element of the class
 		"all endpoints are lost":                     {from: 1, to: 0, want: [2]int{2, 2}}, // the same
 		"an endpoint with session affinity is added": {edit: affine, from: 5, to: 6, want: [2]int{3 * 2, 0}},
 	} {
@@ -416,8 +416,8 @@ func TestChangingListsLoseNoConnections(t *testing.T) {
 	}
 }
 
-// TestEmptyListsKeepTheirFrontends checks that a service that loses all endpoints, and gets
-// them again, changes no frontend.
+// TestEmptyListsKeepTheirFrontends checks that no frontend changes when a service loses all
+// endpoints and gets them again.
 func TestEmptyListsKeepTheirFrontends(t *testing.T) {
 	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 	full, empty := product(20, 10, 2, local), product(20, 10, 0, local)

@@ -60,7 +60,8 @@ func BenchmarkParameters(b *testing.B) {
 		mustSync(b, be, batchOf(true, changes...))
 		backendtest.Compare(b, cases...)
 	})
-	// A restricted node port is looked up once more, and then each prefix length of a range.
+	// For a restricted node port, the rules do one more lookup, and one for each prefix
+	// length of its ranges.
 	b.Run("node-port", func(b *testing.B) {
 		be, ns := start(b, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(nodeAddr)}})
 		addPods(b, ns)

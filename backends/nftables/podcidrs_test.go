@@ -78,7 +78,7 @@ func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 		for addr, want := range want {
 			for from, ns := range map[string]*netnstest.Namespace{"a pod": w.pod1, "the node": w.node} {
 				if from == "the node" && addr == "10.96.0.3:8080" {
-					continue // the table another has no output chain, so it does not translate packets of the node
+					continue // the other table has no output chain, so it ignores packets of the node
 				}
 				timeout := patience
 				if want == "" {

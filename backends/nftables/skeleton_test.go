@@ -107,9 +107,9 @@ func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 }
 
 // keepAsking makes one connection after another from ns to addr, until the caller calls
-// stop. Then stop returns the number of answers and the first error. A transaction may come
-// between two lookups of the first packet, which is dropped then, and which the client
-// repeats after a second.
+// stop. Then stop returns the number of answers and the first error. If a transaction comes
+// between two lookups of a first packet, the packet is dropped, and the client repeats it
+// after a second.
 func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var answers int

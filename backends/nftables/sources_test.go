@@ -88,7 +88,7 @@ func TestSourceRangesAreWrittenOnce(t *testing.T) {
 	}
 	a = restrictedView("a", 2, 30, ranges, "10.0.0.1")
 	fewer := restrictedView("a", 2, 30, ranges[1:], "10.0.0.1")
-	change(a, fewer) // it had the list in common with another service
+	change(a, fewer) // a shared its list with another service
 	if n := change(fewer, restrictedView("a", 2, 30, ranges[2:], "10.0.0.1")); n > 300 {
 		t.Errorf("the removal of a range needs %d octets", n)
 	}
@@ -131,8 +131,8 @@ func TestAListOfManyRangesIsWrittenInParts(t *testing.T) {
 }
 
 // TestSourceRangesChangeUnderTraffic changes source ranges again and again while clients
-// connect. A client whose address is always in the ranges always gets an answer, and one
-// whose address never is gets none.
+// connect. A client whose address is always in the ranges always gets an answer. A client
+// whose address is never in the ranges gets no answer.
 func TestSourceRangesChangeUnderTraffic(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
@@ -168,7 +168,7 @@ func TestSourceRangesChangeUnderTraffic(t *testing.T) {
 	for i := range 300 {
 		next := from("web", 5, lists[i%len(lists)])
 		changes := []sink.Change{{Old: view, New: next}}
-		if i%5 == 0 { // another service begins to use the list, or ends it
+		if i%5 == 0 { // another service starts or stops using the list
 			changed := from("other", 6, lists[(i/5)%len(lists)])
 			changes = append(changes, sink.Change{Old: other, New: changed})
 			if i == 0 {

@@ -29,8 +29,8 @@ func counting(addrs ...string) Options {
 	return Options{Options: backends.Options{Stats: true, NodeAddresses: nodeaddr.Of(all...)}}
 }
 
-// statsOf returns the connections of each service port and endpoint, without those that had
-// no connection.
+// statsOf returns the connections of each service port and endpoint. It omits endpoints
+// without connections.
 func statsOf(t testing.TB, b *backend) map[backends.Stats]int64 {
 	t.Helper()
 	all := map[backends.Stats]int64{}
@@ -246,7 +246,8 @@ func addPods(b *testing.B, ns *netnstest.Namespace) {
 	serve(b, ns, "pod")
 }
 
-// connects returns a batch of n connections to the addresses that the function to returns.
+// connects returns a function that makes n connections. The argument to returns the address
+// of the next connection.
 func connects(ns *netnstest.Namespace, n int, to func() netip.AddrPort) func(func(time.Duration)) error {
 	return func(took func(time.Duration)) error {
 		return ns.Do(func() error {

@@ -39,9 +39,9 @@ func askFrom(ns *netnstest.Namespace, from, to string, timeout time.Duration) (p
 	return pod, err
 }
 
-// TestAnUpdateUnderTraffic loads a table of layout 2, which kpng made in commit 6dd0449, and
-// replaces it by a pass in several batches, while clients make one connection after another.
-// No connection may fail, clients with session affinity stay at their endpoints, and a client
+// TestAnUpdateUnderTraffic loads a table of layout 2, which kpng made in commit 6dd0449. A
+// pass in several batches replaces it while clients make one connection after another. No
+// connection may fail, clients with session affinity stay at their endpoints, and a client
 // outside of the source ranges gets no answer.
 func TestAnUpdateUnderTraffic(t *testing.T) {
 	w := newPacketWorld(t)

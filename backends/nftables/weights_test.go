@@ -60,7 +60,7 @@ func TestWeightsChangeFewElements(t *testing.T) {
 		max      int
 	}{
 		"a weight shrinks":       {weights(300), weights(200), 3},
-		"a weight grows":         {weights(200), weights(700), 5 + 4}, // with the class
+		"a weight grows":         {weights(200), weights(700), 5 + 4}, // because the class changes, too
 		"an endpoint is removed": {weights(300), weights(), 3*3 + 2},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -184,8 +184,9 @@ func TestChangesMoveFewHashSlots(t *testing.T) {
 	}
 }
 
-// TestHashedServicesShareTheirSlots makes services with stable hashing until one is refused.
-// Services without it work, and the refused service works when others have left.
+// TestHashedServicesShareTheirSlots makes services with stable hashing until one is
+// refused. Services without stable hashing work. The refused service works after other
+// services were deleted.
 func TestHashedServicesShareTheirSlots(t *testing.T) {
 	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 	mustSync(t, b, batchOf(true))

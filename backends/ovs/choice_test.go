@@ -102,7 +102,8 @@ func shares(chosen map[netip.AddrPort]netip.AddrPort) map[string]float64 {
 	return all
 }
 
-// manyConnections is a number of connections whose shares are close to their expectation.
+// manyConnections returns a number of connections that is large enough for shares close to
+// the expected ones.
 func manyConnections() int {
 	if slowMachine() {
 		return 4000
@@ -228,7 +229,8 @@ func TestNodesChooseEqually(t *testing.T) {
 	}
 }
 
-// TestBucketsWithEqualIDs has more keys of buckets than IDs, as if hashes collided.
+// TestBucketsWithEqualIDs uses more keys of buckets than there are IDs, as if hashes
+// collided.
 func TestBucketsWithEqualIDs(t *testing.T) {
 	g := &group{}
 	for range 3 {

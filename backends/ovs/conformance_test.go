@@ -120,7 +120,7 @@ func attach(t *testing.T, s *ovstest.Switch, site conformance.Site) {
 	}
 	for _, ip := range []string{"ip", "ipv6"} {
 		flow("table=0,priority=100,%s actions=resubmit(,%d)", ip, firstTable)
-		// While an instance has no flows, packets pass by.
+		// While an instance has no flows, packets skip its tables.
 		flow("table=%d,priority=1,%s actions=resubmit(,%d)", firstTable, ip, secondTable)
 		flow("table=%d,priority=1,%s actions=resubmit(,%d)", secondTable, ip, forwardTable)
 		// A translated packet may leave by the port by which it arrived.

@@ -108,8 +108,8 @@ func TestAddressesShareTheirSourceRanges(t *testing.T) {
 	}
 }
 
-// TestFrontendsShareTheirRecords checks that the backend does not keep the endpoints of UDP
-// frontends, or actions, once for each frontend.
+// TestFrontendsShareTheirRecords checks that the backend does not store copies of the
+// endpoints of UDP frontends, or of actions, for each frontend.
 func TestFrontendsShareTheirRecords(t *testing.T) {
 	p, _ := planned(shape{ports: 20, addresses: 20, endpoints: 5, protocol: api.UDP}.view("web"))
 	seen := map[*kept]bool{}

@@ -185,7 +185,7 @@ func TestListingEqualsWhatWasWritten(t *testing.T) {
 }
 
 // TestRestartWritesNothing checks that a restarted backend keeps flows and groups that are
-// correct: the switch would report a shorter time for those that were written again.
+// correct: the switch would report a shorter duration for flows that were written again.
 func TestRestartWritesNothing(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)
@@ -347,8 +347,8 @@ func TestCleanupFindsGroupsWithoutFlows(t *testing.T) {
 	n.mustBe(before)
 }
 
-// TestSwitchReportsDeletedFlows checks that Verify notices changes by other programs without
-// the comparison at intervals, and that changes by the backend are not taken for them.
+// TestSwitchReportsDeletedFlows checks that Verify notices changes by other programs
+// without the comparison at intervals, and that it ignores changes by the backend.
 func TestSwitchReportsDeletedFlows(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)

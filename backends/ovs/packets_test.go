@@ -419,8 +419,8 @@ func (n *testNode) connections(t testing.TB) string {
 func slowMachine() bool { return *backendtest.Patience > time.Minute }
 
 // TestMasqueradedConnectionsGetFreePorts opens many connections of the node, and many
-// masqueraded connections, to one endpoint. Each has the node's address, so each needs a
-// port of its own.
+// masqueraded connections, to one endpoint. All have the node's address as their source, so
+// each connection needs a source port of its own.
 func TestMasqueradedConnectionsGetFreePorts(t *testing.T) {
 	count := 1000
 	if slowMachine() {
@@ -456,8 +456,8 @@ func TestMasqueradedConnectionsGetFreePorts(t *testing.T) {
 	}
 }
 
-// TestManyShortNodePortConnections opens more connections, one after another, than would
-// have ports if masqueraded connections could not have the ports below 61000.
+// TestManyShortNodePortConnections opens many connections, one after another. If
+// masqueraded connections could not use ports below 61000, there would not be enough ports.
 func TestManyShortNodePortConnections(t *testing.T) {
 	if slowMachine() {
 		t.Skip("takes too long on an emulated machine")

@@ -169,7 +169,7 @@ func TestEndpointsMoveLittle(t *testing.T) {
 	}
 }
 
-// TestServicesNeverShareNumbers has two services whose names have the same hash without a
+// TestServicesNeverShareNumbers uses two services whose names have the same hash without a
 // key. If one loses its session affinity, the clients of the other keep their endpoints.
 func TestServicesNeverShareNumbers(t *testing.T) {
 	const evil = "swsnxumb" // FNV-32a of its namespace, name and port is that of "affine"
@@ -191,8 +191,8 @@ func TestServicesNeverShareNumbers(t *testing.T) {
 	}
 }
 
-// TestNumbersSurviveRestarts restarts the backend while services come and go. A service that
-// the new backend has not seen yet must keep its groups.
+// TestNumbersSurviveRestarts restarts the backend while services are added and deleted. A
+// service that the new backend has not seen yet must keep its groups.
 func TestNumbersSurviveRestarts(t *testing.T) {
 	n := newNode(t)
 	service := func(name string, octet string) *api.View {
@@ -256,7 +256,7 @@ func TestNumbersAreNotReusedWhileTheSwitchHasThem(t *testing.T) {
 	}
 }
 
-// TestServicesWithoutNumbersFail has more lists than there are IDs of groups.
+// TestServicesWithoutNumbersFail uses more lists than there are IDs of groups.
 func TestServicesWithoutNumbersFail(t *testing.T) {
 	n := newNode(t)
 	a, b := view("a", "10.96.0.1", []string{"10.244.2.1"}), view("b", "10.96.0.2", []string{"10.244.2.2"})

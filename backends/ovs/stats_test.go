@@ -91,7 +91,8 @@ func TestConnectionsAreCounted(t *testing.T) {
 }
 
 // TestCountersSurviveChanges changes the list of a service in all ways that replace its
-// groups. The numbers of endpoints that stay must stay, also for a reader at any moment.
+// groups. The counters of endpoints that stay must not change, at whatever time they are
+// read.
 func TestCountersSurviveChanges(t *testing.T) {
 	n := newNetwork(t, counting)
 	all := addresses(300, nil)

@@ -22,8 +22,8 @@ import (
 
 var ips = []netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}
 
-// lan has a client, a router and nodes, in one network or in two. The client is in the first
-// one. The first nodes have no pods.
+// lan has a client, a router and nodes, in one network or in two. The client is in the
+// first network. The first nodes have no pods.
 type lan struct {
 	client, router *netnstest.Namespace
 	nodes          []*netnstest.Namespace
@@ -38,9 +38,9 @@ func (l *lan) address(format string, node, number int) string {
 	return fmt.Sprintf(format, node%l.networks, number)
 }
 
-// newLAN makes one network, or two. In two, nodes with odd numbers are in the second one. Packets
-// to pods of the other network go through a VXLAN device, which is as flannel makes it with the
-// setting DirectRouting.
+// newLAN makes one network, or two. With two networks, nodes with odd numbers are in the
+// second one. Packets to pods of the other network go through a VXLAN device, as with
+// flannel's setting DirectRouting.
 func newLAN(t testing.TB, networks int) *lan {
 	l := &lan{client: netnstest.New(t), router: netnstest.New(t), pods: map[int]*netnstest.Namespace{}, networks: networks}
 	l.router.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1", "ipv4/conf/all/rp_filter=0", "ipv4/conf/all/send_redirects=0")
@@ -329,8 +329,9 @@ func TestConnectionsSurviveDeadEntryNodes(t *testing.T) {
 	}
 }
 
-// TestNodesAndPodsAreClients connects from nodes and pods. Their packets do not arrive on the devices
-// of an entry node. Those that have an endpoint on the same node reach it, the others reach all.
+// TestNodesAndPodsAreClients connects from nodes and pods. Their packets do not arrive on
+// the devices of an entry node. Clients with an endpoint on their own node reach this
+// endpoint. Other clients reach all endpoints.
 func TestNodesAndPodsAreClients(t *testing.T) {
 	l := newLAN(t, 1)
 	const own, other, last = entries, entries + 1, entries + hosts - 1

@@ -251,17 +251,17 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 
 	// A client repeats its question after the timeout. Resolvers wait for 5 s.
 	const questions, clients, kills, timeout = 10_000, 50, 10, 2 * time.Second
-	const share = questions / clients / kills // of a client, for each time that the cache is killed
+	const share = questions / clients / kills // questions of a client between two kills of the cache
 	var retried, rejected, unanswered, fromCache atomic.Int64
 	var asked [clients]atomic.Int64
-	var allowed atomic.Int64 // for each client
+	var allowed atomic.Int64 // the number of questions that each client may ask
 	// On a slow machine, the program may need longer than the timeout to notice that the cache is
 	// down. So the goroutine that kills the cache has this lock until the service answers, and
 	// clients wait for it before they repeat a question.
 	var switching sync.RWMutex
 	var all sync.WaitGroup
 	for client := range clients {
-		network, perSocket := "udp", 5 // questions
+		network, perSocket := "udp", 5 // questions per socket
 		switch client % 10 {
 		case 0:
 			network = "tcp"

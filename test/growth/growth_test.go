@@ -61,7 +61,7 @@ var sizes = [...]int{1, 2, 4}
 // results are the figures of a shape in all sizes.
 type results []figures
 
-// lower replaces the costs by those of o where o has lower ones.
+// lower replaces each cost by the cost in o if that is lower.
 func (r results) lower(o results) {
 	for i := range r {
 		a, b := &r[i], o[i]
@@ -87,7 +87,7 @@ func (r results) problems(proxy string) (list []string) {
 			tooMuch("%s: a change of another service waits for %v of CPU time, alone %v", name, w, last.alone.cpu)
 		}
 	}
-	// What a restart and a deletion may cost, relative to the load.
+	// Limit the costs of a restart and a deletion, relative to the load.
 	loaded := max(last.phases[load].all, minCPU)
 	for name, used := range map[string]time.Duration{"restart": last.phases[restart].all - last.start.all, "delete": last.phases[remove].all} {
 		if used > 3*loaded {

@@ -47,7 +47,7 @@ const (
 // phase has the figures of one phase.
 type phase struct {
 	usage
-	wait wait // the longest of an innocent change
+	wait wait // the longest wait of an innocent change
 	// single is true if the phase changes only one service.
 	single bool
 }
@@ -79,9 +79,9 @@ type figures struct {
 	start usage
 	// alone is the longest of several waits of innocent changes while nothing else happens.
 	alone wait
-	// memory is the peak of the resident memory, without that of a start without objects.
-	// kernel is the memory of the kernel's tables after the load, without that of the
-	// innocent service's.
+	// memory is the peak of the resident memory, minus the memory of a start without
+	// objects. kernel is the memory of the kernel's tables after the load, minus the memory
+	// of the tables for the innocent service alone.
 	memory, kernel int64
 }
 
@@ -163,8 +163,8 @@ func innocent(flip int) []object {
 
 const innocentIP, markerIP = "10.96.0.10", "10.96.0.11"
 
-// innocentPod returns the endpoint of the innocent service after a number of changes. Few
-// changes have the same endpoint, so merged changes are a change, too.
+// innocentPod returns the endpoint of the innocent service after a number of changes. Only
+// every 200th change has the same endpoint. So merged changes also change the endpoint.
 func innocentPod(flip int) string { return offset("10.128.0.10", flip%200).String() }
 
 // marker returns the port and the endpoint of the marker's version with a number.
@@ -350,7 +350,7 @@ func (h *harness) measure(s *shape, n int) (f figures, ok bool) {
 	return f, ok
 }
 
-// difference is what has to be written to get from one list of objects to another.
+// difference has the writes that turn one list of objects into another.
 type difference struct{ set, gone []object }
 
 func newDifference(before, after []object) (d difference) {

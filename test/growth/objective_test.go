@@ -112,7 +112,7 @@ func probe(number int, ready bool) []object {
 	return []object{s, slice(s, 0, step, []string{offset("10.128.2.0", number).String()})}
 }
 
-// changeTimes has how long each change took.
+// changeTimes has the durations of changes.
 type changeTimes struct{ ready, refused []time.Duration }
 
 // measure changes a probe at an interval until ctx ends. It must run in the namespace.
@@ -172,7 +172,7 @@ delete table inet storm
 	}
 }
 
-// quantile returns the smallest time within which the given part of times is.
+// quantile returns the time that the given part of times does not exceed.
 func quantile(times []time.Duration, part float64) time.Duration {
 	if len(times) == 0 {
 		return 0

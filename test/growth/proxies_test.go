@@ -56,7 +56,7 @@ var backends = map[string]func() sink.Sink{
 	"ipvs":      program.IPVS,
 }
 
-// sinks have other sinks of kpng.
+// sinks has the other sinks with which kpng runs.
 var sinks = map[string]sink.Func{
 	"core": func(_ context.Context, c *sink.Changes) error {
 		for range c.Services {
@@ -95,8 +95,8 @@ func TestMain(m *testing.M) {
 // runProxy runs kpng in this process until the standard input ends. It prints "applied"
 // when the dataplane has a change of the innocent service. The line "wait NUMBER" on the
 // standard input requests the line "done" when all sinks have applied the state that
-// contains the marker with the number. The line "collect" requests it when unused memory is
-// free. The line "pass" requests a pass.
+// contains the marker with the number. The line "collect" requests the line "done" after
+// unused memory was freed. The line "pass" requests a pass.
 func runProxy(name, kubeconfig string, args []string) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -184,7 +184,7 @@ type node struct {
 // isKubeProxy reports whether the proxy is not kpng.
 func (n *node) isKubeProxy() bool { return strings.HasPrefix(n.proxy, "kube-proxy") }
 
-// prepare makes what the proxy needs beside the namespace.
+// prepare makes the objects that the proxy needs in addition to the namespace.
 func (n *node) prepare(host string) {
 	n.kubeconfig = apiserver.Kubeconfig(n, &rest.Config{Host: host})
 	switch n.proxy {
@@ -300,7 +300,7 @@ func (n *node) logged() string {
 // usage is the CPU time that the proxy has used since it started.
 type usage struct {
 	all    time.Duration // in the process, in the kernel, and in its children that have ended
-	kernel time.Duration // the part of all that the kernel used, and ovs-vswitchd
+	kernel time.Duration // the part of the field all in the kernel, plus the time of ovs-vswitchd
 }
 
 func (n *node) usage() usage {

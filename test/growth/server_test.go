@@ -152,7 +152,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: path[len(path)-1]}, ""))
 	case err != nil || err2 != nil:
 		refuse(w, apierrors.NewBadRequest(fmt.Sprintf("%v %v", err, err2)))
-	case query.Get("sendInitialEvents") == "true": // clients then list
+	case query.Get("sendInitialEvents") == "true": // not supported, so clients use a list
 		refuse(w, apierrors.NewInvalid(schema.GroupKind{Kind: "ListOptions"}, "", nil))
 	case query.Get("watch") == "true":
 		since, _ := strconv.Atoi(query.Get("resourceVersion"))

@@ -16,8 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// TestHistoriesFindFaults tests TestHistories: its quick number of histories finds each of
-// these faults.
+// TestHistoriesFindFaults checks that TestHistories finds each of these faults with the
+// number of histories of a quick run.
 func TestHistoriesFindFaults(t *testing.T) {
 	discardLogs()
 	for name, f := range map[string]faults{

@@ -60,7 +60,7 @@ func discardLogs() {
 	utilruntime.ErrorHandlers = nil
 }
 
-// found is what histories have found.
+// found has the findings of histories.
 type found struct {
 	histories, comparisons int
 	verdicts, declared     map[string]int
@@ -114,7 +114,7 @@ var kinds = []string{
 	"restart", "back up", "restore", "quiet", "quiet", "quiet",
 }
 
-// world is a cluster, a kpng that follows it, and what kube-proxy's trackers know of it.
+// world is a cluster, a kpng that follows it, and the state of kube-proxy's trackers.
 type world struct {
 	*process
 	t         *testing.T

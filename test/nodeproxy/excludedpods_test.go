@@ -54,7 +54,8 @@ func (w *cgroups) pod(name string, edit func(*corev1.Pod)) *netnstest.Cgroup {
 	return w.kubepods.Below(w.t, "pod"+uid).Below(w.t, "container")
 }
 
-// handler returns which dataplane handles a question of a process in a cgroup to the service.
+// handler returns the dataplane that handles a question to the service from a process in a
+// cgroup.
 func (w *cgroups) handler(c *netnstest.Cgroup) string {
 	w.t.Helper()
 	translated, left := w.counts()
@@ -74,8 +75,8 @@ func (w *cgroups) handler(c *netnstest.Cgroup) string {
 	return fmt.Sprintf("translated %d, left %d", nowTranslated-translated, nowLeft-left)
 }
 
-// counts returns how often eBPF has handled a connection, and has left one of an excluded
-// process.
+// counts returns the number of connections that eBPF has handled, and the number that it
+// has left to the other sink because the process is excluded.
 func (w *cgroups) counts() (translated, left int) {
 	_, page := w.get(w.node, "http://"+metricsAddress+"/metrics")
 	for line := range strings.Lines(page) {
@@ -178,7 +179,7 @@ func TestPodsAndNamespacesOptOutOfEBPF(t *testing.T) {
 		}
 	}
 
-	// Labels of running pods, and of their namespace, come and go.
+	// Set and remove labels of running pods and of their namespace.
 	api := w.server.Client().CoreV1()
 	patch := func(pod string, value any) {
 		t.Helper()

@@ -12,9 +12,9 @@ import (
 	"testing"
 )
 
-// TestOneOwnerOfDataplane runs two processes of each backend on one node. The second one
-// refuses to start while the first one runs, or waits. Clean-up refuses as well. When the
-// first one is killed, the waiting one takes over.
+// TestOneOwnerOfDataplane runs two processes of each backend on one node. While the first
+// one runs, the second one refuses to start or, with --wait, waits. Clean-up refuses as
+// well. When the first one is killed, the waiting one takes over.
 func TestOneOwnerOfDataplane(t *testing.T) {
 	backends := []string{"nftables", "iptables", "userspace"}
 	if kernelHasIPVS() {

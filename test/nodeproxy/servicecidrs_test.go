@@ -17,8 +17,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestServiceCIDRsOfTheCluster checks that kpng drops packets to addresses in ServiceCIDR
-// objects that no service has, while objects and permissions change, with real packets.
+// TestServiceCIDRsOfTheCluster checks with real packets that kpng drops packets to the
+// addresses in ServiceCIDR objects that no service has. Meanwhile objects and permissions
+// change.
 func TestServiceCIDRsOfTheCluster(t *testing.T) {
 	w := newWorld(t)
 	t.Cleanup(func() { w.cleanUp("nftables") })

@@ -71,8 +71,8 @@ type nodeSource struct {
 
 func (s *nodeSource) SetNode(node *api.Node) { s.nodes = append(s.nodes, node) }
 
-// TestSourceGetsOnlyChangedNodes checks that NodeAddresses do not get a Node again that has
-// not changed. After a failed Sync, this would be the Node before the change.
+// TestSourceGetsOnlyChangedNodes checks that NodeAddresses get a Node only if it has
+// changed. Otherwise, after a failed Sync, they would get the Node from before the change.
 func TestSourceGetsOnlyChangedNodes(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of(addr("192.168.0.1"))}
 	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{Options: backends.Options{NodeAddresses: source}})

@@ -27,7 +27,7 @@ func (l *leftovers) check(ctx context.Context) []command.Finding {
 	for i := range found {
 		if f := &found[i]; f.by == (instance{}) {
 			findings = append(findings, command.Finding{Level: command.Change, Subject: f.what,
-				Text: "rules of kube-proxy; they serve the node until kpng has programmed all services. Then stop kube-proxy here, and remove them with: " + f.remove})
+				Text: "rules of kube-proxy, which serve this node after kube-proxy has stopped, too; when kpng is ready, remove them with: " + f.remove})
 		} else if !l.isSelf(f.by) {
 			findings = append(findings, command.Finding{Level: command.Change, Subject: f.what,
 				Text: "rules of another backend or instance of kpng; if it does not run any more, remove them with: " + f.remove})

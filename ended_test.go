@@ -83,7 +83,7 @@ func keyPair(t *testing.T) (cert, key []byte) {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: pkcs8})
 }
 
-// remains is what ended proxies left: bytes on the heap and goroutines.
+// remains counts the bytes on the heap and the goroutines that ended proxies have left.
 type remains struct{ heap, goroutines int }
 
 // exceeds reports whether r is more than 5 % above limit.

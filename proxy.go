@@ -42,9 +42,9 @@ type Options struct {
 	// Manifests is a file or folder of Kubernetes manifests. The library reads it instead
 	// of an API server and follows its changes.
 	Manifests string
-	// Source is a source of your own: a function that writes the services, slices and
-	// nodes to state until ctx ends, and calls state.SetSynced when it has written all of
-	// them. If it returns an error earlier, Run returns that error. Run then ignores
+	// Source is a source of your own. This function writes the services, slices and nodes
+	// to state until ctx ends. It calls state.SetSynced when it has written all of them.
+	// If it returns an error earlier, Run returns that error. Run then ignores
 	// Options.Services.
 	Source func(ctx context.Context, state *cluster.State) error
 
@@ -313,9 +313,9 @@ func (p *Proxy) StartOver() {
 }
 
 // WaitSynced returns nil when every sink has programmed every service, except failing
-// services. If StartOver was called before, it waits for the requested passes. If ctx or
-// Run ends earlier, it returns an error that names each sink that is not synced, and what
-// the sink waits for. It may be called before Run.
+// services. If StartOver was called before, it waits for the requested passes. If ctx
+// or Run ends earlier, it returns an error that names each sink that is not synced,
+// with the reasons. It may be called before Run.
 func (p *Proxy) WaitSynced(ctx context.Context) error {
 	ctx, cancel := p.untilEnd(ctx)
 	defer cancel()

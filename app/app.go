@@ -46,9 +46,9 @@ import (
 type Options struct {
 	// Sink gets the services of the node. It is required.
 	Sink sink.Sink
-	// Beside are further sinks, which get the same services. Each has a driver of its own, so
-	// if one fails, the others continue. The name of such a sink in logs and metrics is the
-	// name of the command, a hyphen, and its key. Default: none.
+	// Beside are further sinks, which get the same services. Each has a driver of its
+	// own, so if one sink fails, the other sinks continue. The name of such a sink in
+	// logs and metrics is the name of the command, a hyphen, and its key. Default: none.
 	Beside map[string]sink.Sink
 	// Name is the name of the command, and of the sink in logs and metrics. Default: the
 	// name of the program's file.

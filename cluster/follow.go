@@ -59,11 +59,12 @@ func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes i
 
 // Merge keeps out equal to the merged services of several states until ctx ends. For
 // each service that changes in a state, it calls merge with the latest snapshots of all
-// states, and writes the result: a Service, or nil if out must not have it, and its
-// EndpointSlices. A snapshot is nil until its state is synced. If a state becomes
-// stale, or is no longer stale, Merge calls merge for all services of this state. Calls
-// do not overlap. merge must not modify the objects in snapshots. Snapshot.Refused of
-// out also contains the reasons in Snapshot.Refused of these states.
+// states, and writes the result to out: a Service and its EndpointSlices. If the
+// Service is nil, out does not get the service. A snapshot is nil until its state is
+// synced. If a state becomes stale, or is no longer stale, Merge calls merge for all
+// services of this state. Calls do not overlap. merge must not modify the objects in
+// snapshots. Snapshot.Refused of out also contains the reasons in Snapshot.Refused of
+// these states.
 //
 // The nodes of out are those of the first state. Merge marks out as synced when all states
 // are synced. Nothing else may write to out.

@@ -23,7 +23,7 @@ import (
 // invalid fields that the source ignores. State.mu guards the fields.
 type refused struct {
 	// wanted has, for each service that is too large, the objects that the source has.
-	// The joined state has others.
+	// They differ from the objects in the joined state.
 	wanted map[types.NamespacedName]api.ServiceState
 	// sizes has the same keys. Its values say by how much a service exceeds the limit.
 	sizes map[types.NamespacedName]string

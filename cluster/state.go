@@ -47,8 +47,8 @@ type State struct {
 	tx        Tx // the argument of Update's function
 
 	synced chan struct{} // closed by SetSynced
-	// published is what readers see: the state after the last commit. Its lock is never held
-	// while an Update runs, so that readers do not wait for a long Update.
+	// published is the state after the last commit, which readers see. Its lock is never
+	// held while an Update runs, so that readers do not wait for a long Update.
 	published published
 }
 

@@ -35,9 +35,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// inNamespace runs the test in another process and returns false there. The network
-// namespace of that process has the interface eth0 with the addresses of the node and of its
-// pods. In the first process, inNamespace returns true when the test has ended.
+// inNamespace runs the test in a second process, in which it returns false. The network
+// namespace of that process has the interface eth0 with the addresses of the node and
+// of its pods. In the first process, inNamespace returns true when the second process
+// has ended.
 func inNamespace(t *testing.T) (done bool) {
 	t.Helper()
 	const inside = "KPNG_TEST_INSIDE"
@@ -207,8 +208,9 @@ func healthCheck() int {
 	return r.StatusCode
 }
 
-// TestNode runs a proxy with nftables. It connects to services, and moves their endpoint to
-// another pod, which a client that always uses the same port must reach, too.
+// TestNode runs a proxy with nftables. It connects to services, and then moves their
+// endpoint to another pod. A client that always uses the same source port must reach
+// the new pod, too.
 func TestNode(t *testing.T) {
 	if inNamespace(t) {
 		return

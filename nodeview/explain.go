@@ -90,8 +90,9 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	return e
 }
 
-// ExplainView returns what is known from the view alone, without reasons for endpoints. It is
-// for a program that gets views from a server and does not have the EndpointSlices.
+// ExplainView returns an explanation from the view alone, without reasons for
+// endpoints. It is for a program that gets views from a server and does not have the
+// EndpointSlices.
 func ExplainView(view *api.View, node *api.Node) *Explanation {
 	here, pol := locationOf(node), policiesOf(view.Service)
 	return &Explanation{

@@ -114,7 +114,7 @@ func ready(c api.Conditions) bool { return c.Ready && !c.Drain }
 
 // clusterList decides whether ep is on the Cluster list, which contains the ready
 // endpoints that the topology rule admits. If none is ready, the list contains the
-// endpoints that are both serving and terminating, whatever their hints (KEP 1669).
+// endpoints that are both serving and terminating, and ignores their hints (KEP 1669).
 func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 	if !ready(ep.Conditions) {
 		return terminatingFallback(ep.Conditions, t.ready)

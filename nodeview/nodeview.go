@@ -4,9 +4,9 @@
 // clock, no I/O and no state. All results are safe for concurrent use.
 //
 // From the cluster's state of a service, [View] computes the endpoints that one node
-// uses. [Frontends] lists the frontends that a backend has to program for a view; no
-// decision is left to the backend. [Unserved] lists the frontends that a backend must not
-// program, each with the reason. [Explain] gives the reason for each decision.
+// uses. [Frontends] lists the frontends that a backend has to program for a view, with
+// all decisions. [Unserved] lists the frontends that a backend must not program, each
+// with the reason. [Explain] gives the reason for each decision.
 //
 //	view := nodeview.View(state, node)
 //	for f := range nodeview.Frontends(view) {

@@ -9,10 +9,10 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Parameters is a set of traffic parameters, which are settings that the Kubernetes API
-// does not have: the parameters that a service sets, or those that a backend honours. A
-// backend that does not honour a parameter serves the service without it. The zero
-// value has no parameter.
+// Parameters is a set of traffic parameters: those that a service sets, or those that a
+// backend honours. Traffic parameters are settings that the Kubernetes API does not
+// have. A backend that does not honour a parameter serves the service without it. The
+// zero value has no parameter.
 type Parameters struct {
 	// Algorithm is an algorithm other than api.Random (Frontend.Algorithm).
 	Algorithm bool `json:",omitempty"`

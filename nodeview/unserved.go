@@ -119,7 +119,7 @@ func allNamed(view *api.View, newNamer func(*api.View) namer) iter.Seq[namedFron
 	}
 }
 
-// namer has what all ports of a service have in common.
+// namer has the data that are the same for all ports of a service.
 type namer struct {
 	served []api.Family
 	// addrs[f][i] has the IPv4 (f = 0) or IPv6 (f = 1) addresses of addressKinds[i]. If the

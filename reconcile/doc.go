@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package reconcile keeps the objects of a dataplane equal to what services need.
+// Package reconcile keeps the objects of a dataplane equal to the objects that services
+// need.
 //
 // An object is anything that a dataplane has by key: a flow, a chain, a map element, a load
 // balancer. You write a [Dataplane]: it plans the objects of a service, and it lists and
@@ -21,11 +22,12 @@
 //		Name: "my-proxy", Sink: reconcile.New(&dataplane{}, reconcile.Options[Key, Value]{}),
 //	}))
 //
-// The sink lists the dataplane when it starts, and applies only differences. So a restart
-// that finds everything in place writes nothing. When services change, the sink compares
-// their plans with its record of the dataplane. From time to time, it lists the dataplane
-// again, and repairs what another program has changed. If the dataplane refuses an object,
-// only the service of this object fails. A [Reconciler] can also delete all objects.
+// The sink lists the dataplane when it starts, and applies only differences. So a
+// restart that finds everything in place writes nothing. When services change, the sink
+// compares their plans with its record of the dataplane. From time to time, it lists
+// the dataplane again, and repairs objects that another program has changed. If the
+// dataplane refuses an object, only the service of this object fails. A [Reconciler]
+// can also delete all objects.
 //
 // The rest of this comment is for dataplanes whose objects refer to each other or are
 // shared, and for those that are not transactional.

@@ -83,7 +83,7 @@ type player struct {
 	log   []string
 }
 
-// play plays a history. It returns what happened, and the first violation of a promise.
+// play plays a history. It returns a log, and the first violation of a promise.
 func play(t testing.TB, steps []step) (log []string, err error) {
 	p := &player{
 		world: &world{TB: t, fake: newFake()}, views: map[string]*api.View{}, acked: map[string]*api.View{},
@@ -140,7 +140,7 @@ func (p *player) step(kind string) error {
 		if !p.begun {
 			return nil
 		}
-		// Services that have failed since the last restart may lose what they had before.
+		// Services that have failed since the last restart may lose their earlier objects.
 		maps.DeleteFunc(p.acked, func(name string, _ *api.View) bool { return p.pending[name] && !p.programmed(name) })
 		if err := p.verify(); err != nil || !p.begun {
 			return err
@@ -268,7 +268,7 @@ func (p *player) drift() error {
 			return err
 		}
 	}
-	// Services that fail do not get back what they have lost.
+	// Services that fail do not get back the objects that they have lost.
 	maps.DeleteFunc(p.acked, func(name string, _ *api.View) bool { return !p.begun || p.pending[name] })
 	return p.check()
 }
@@ -463,8 +463,8 @@ func (p *player) check() error {
 	return nil
 }
 
-// checkNothingStale checks that services that fail for a long time do not keep the stale
-// objects of others.
+// checkNothingStale checks that services that fail for a long time do not keep the
+// stale objects of other services.
 func (p *player) checkNothingStale() error {
 	for _, k := range []string{"fStale", "sStale", "extra"} {
 		if _, ok := p.fake.objects[k]; ok && len(p.stuck) == 0 && p.broken < 0 && !p.unlisted {

@@ -130,8 +130,8 @@ type reconciler[K comparable, V any] struct {
 	dataplane Dataplane[K, V]
 	opts      Options[K, V]
 
-	// known is true if objects has what the dataplane has. It is false during calls, so that
-	// it stays false after a panic.
+	// known is true if objects agrees with the dataplane. It is false during calls, so
+	// that it stays false after a panic.
 	known    bool
 	objects  map[K]*object[K, V]
 	services map[types.NamespacedName]*service[K, V]
@@ -141,9 +141,9 @@ type reconciler[K comparable, V any] struct {
 	// passing is true during a pass. Otherwise, passedAt is the end of the last pass.
 	passing  bool
 	passedAt time.Time
-	// prune is true from the end of a pass, or from the discovery of an object without
-	// users, until these objects are deleted. waits is true if the deletion waits for
-	// failing services.
+	// prune is true while objects without users have to be deleted: after a pass has
+	// ended, or after Verify has found such an object. waits is true if the deletion
+	// waits for failing services.
 	prune, waits bool
 
 	suspect atomic.Bool
@@ -247,8 +247,8 @@ type service[K comparable, V any] struct {
 	// objects includes all objects of which the service is a user.
 	objects []*object[K, V]
 	failed  bool
-	// delivered is true if the service was delivered in the present pass or, between
-	// passes, in the last pass, or was failing at the end of the last pass.
+	// delivered is true if the service was delivered in the present pass (between passes:
+	// in the last pass), or was failing at the end of the last pass.
 	delivered bool
 }
 

@@ -32,7 +32,7 @@ func (frontends) Plan(view *api.View, emit func(k, v string)) error {
 	return nil
 }
 
-// TestSinkHistories plays the histories that sinks of others play, too.
+// TestSinkHistories plays the histories of package sinktest.
 func TestSinkHistories(t *testing.T) {
 	sinktest.TestHistories(t, min(*histories, 1000)/8, func(t testing.TB) *sinktest.Subject {
 		f := newFake()

@@ -75,9 +75,9 @@ func (r *reconciler[K, V]) Verify(ctx context.Context) error {
 	return err
 }
 
-// list makes the record equal to the dataplane. It returns the objects that differed, and
-// ignores the objects for which the function ignored, if any, returns true. If List fails,
-// list changes nothing.
+// list makes the record equal to the dataplane. It returns the listed objects that
+// differ from the recorded, and ignores the objects for which the function ignored, if
+// any, returns true. If List fails, list changes nothing.
 func (r *reconciler[K, V]) list(ctx context.Context, ignored func(K) bool) (drift []*object[K, V], err error) {
 	type listed struct {
 		key   K

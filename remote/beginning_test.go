@@ -17,9 +17,9 @@ import (
 	"google.golang.org/grpc"
 )
 
-// Clients begin after more and more changes, and then go on to other servers. Each client
-// must have the same as a sink in the server's process. Other servers send much less than
-// the whole state.
+// Clients begin after more and more changes, and then move to other servers. Each
+// client must have the same views as a sink in the server's process. The other servers
+// must send much less than the whole state.
 func TestAnotherServerContinues(t *testing.T) {
 	w := newWorld(7, 12, 400)
 	first, second, relayed := socket(t), socket(t), socket(t)
@@ -77,7 +77,8 @@ func TestAnotherServerContinues(t *testing.T) {
 	}
 }
 
-// Requests with digests that a server cannot use get the whole state.
+// If a request has digests that the server cannot use, the server sends the whole
+// state.
 func TestInvalidDigestsAreIgnored(t *testing.T) {
 	w := newWorld(3, 4, 50)
 	address := socket(t)
@@ -179,7 +180,7 @@ func TestClientLeavesServerWithUnusablePack(t *testing.T) {
 }
 
 // A Discard without digests, or of unknown buckets, is an invalid operation. The client
-// reports it and applies the others.
+// reports it and applies the other operations.
 func TestInvalidDiscardIsIgnored(t *testing.T) {
 	var items []*localv1.OpItem
 	for _, n := range []uint32{0, 1, 1 << 31} {
@@ -204,8 +205,8 @@ func TestInvalidDiscardIsIgnored(t *testing.T) {
 	}
 }
 
-// The digest of a service is the same for the server that encodes it and for the client
-// that has decoded it, for all fields of random services.
+// The server that encodes a service and the client that decodes it compute the same
+// digest. The test uses random services with all fields.
 func TestDigestsSurviveTheWire(t *testing.T) {
 	w := newWorld(11, 5, 300)
 	address := socket(t)

@@ -173,9 +173,9 @@ func BenchmarkRelayedFanout(b *testing.B) {
 	}
 }
 
-// BenchmarkBareFanout is BenchmarkFanout with a server that has the same gRPC options but
-// sends the same message to all streams. The message is encoded only once. Thus it
-// measures what gRPC needs.
+// BenchmarkBareFanout is BenchmarkFanout with a server that has the same gRPC options
+// but sends the same message to all streams. The message is encoded only once. So the
+// benchmark measures the cost of gRPC alone.
 func BenchmarkBareFanout(b *testing.B) {
 	for _, size := range fanoutSizes {
 		b.Run(size.String(), func(b *testing.B) {
@@ -185,7 +185,7 @@ func BenchmarkBareFanout(b *testing.B) {
 			next := newCrowd(nil, state, l, size.perNode).start(b)
 			next()
 			measureFanout(b, l.lastData, next, func(bool) {
-				time.Sleep(10 * time.Millisecond) // as long as a Server gathers changes
+				time.Sleep(10 * time.Millisecond) // a Server gathers changes for the same time
 				server.sendAll()
 			})
 		})

@@ -32,7 +32,7 @@ type crowd struct {
 	// streams.
 	Nodes   []crowdNode
 	PerNode int
-	// The clients accept packed operations, and count each as one operation.
+	// The clients accept packed operations, and count a whole pack as one operation.
 	Packed bool
 }
 

@@ -82,7 +82,8 @@ func bucketsOf(services []digested, n int) func(yield func(bucket int, services 
 	}
 }
 
-// digests describes what the client has. It returns nil if the client has nothing yet.
+// digests returns the digests of the client's services. It returns nil if the client
+// has nothing yet.
 func (s *clientState) digests() *localv1.Digests {
 	if s.revision == 0 {
 		return nil

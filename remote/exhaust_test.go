@@ -48,8 +48,8 @@ func connectFrom(t *testing.T, to string, from net.IP) net.Conn {
 }
 
 // A machine without a certificate opens more connections than the server allows, from
-// many addresses of its /64. Nodes can still connect, from other networks and from the
-// same one, and open streams continue.
+// many addresses of its /64. Nodes in other networks and in the same network can still
+// connect, and open streams continue.
 func TestConnectionsWithoutHandshakeDoNotLockOutNodes(t *testing.T) {
 	const limit = 40
 	w := newWorld(6, 5, 40)

@@ -18,9 +18,9 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// The only server ends, and later a server without any token of it starts. In between, the
-// client reads the cluster from its fallback, which has one more service. Only this service
-// reaches the sink. Before it, the fallback fails once.
+// The only server ends. Later, a server starts that does not know its tokens. In
+// between, the client reads the cluster from its fallback, which fails once at first.
+// The fallback has one more service, and only this service reaches the sink.
 func TestClientFallsBackAndReturns(t *testing.T) {
 	state, address := manyServices(3), socket(t)
 	_, stop := serve(t, state, address, quick)

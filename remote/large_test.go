@@ -17,8 +17,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// external returns a service with external IPs and ports, which is older the smaller the
-// argument age is.
+// external returns a service with external IPs and ports. A smaller argument age means
+// an older service.
 func external(name string, age, ips, ports int) *api.Service {
 	s := plain(name, 0)
 	s.Created = time.Unix(int64(age), 0)
@@ -33,8 +33,8 @@ func external(name string, age, ips, ports int) *api.Service {
 	return s
 }
 
-// Clients with the default limit of gRPC, 4 MB for a message, receive all services that a
-// message can contain, whatever objects others create.
+// Clients with the default limit of gRPC, 4 MB for a message, receive all services that
+// fit into a message, even if other users create larger objects.
 func TestNoObjectStopsAStream(t *testing.T) {
 	const ips, ports = 600, 50
 	winner, loser := external(strings.Repeat("w", 63), 1, ips, ports), external("loser", 2, ips+1, ports)

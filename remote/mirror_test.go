@@ -227,7 +227,7 @@ func TestRelistChangesOnlyDifferences(t *testing.T) {
 	}
 }
 
-// An object that no message can contain does not keep other objects from followers.
+// If an object is too large for a message, followers still receive the other objects.
 func TestTooLargeObjectIsLeftOut(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	service := func(name, text string) *api.Service {

@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// receivePart gives the client all incomplete parts of an answer, each on a stream of its
-// own. They must not change what the client has.
+// receivePart gives the client all incomplete parts of an answer, each on a stream of
+// its own. They must not change the client's state.
 func (m *model) receivePart(items []*localv1.OpItem) {
 	before, _ := m.client.get()
 	token := m.client.token
@@ -46,7 +46,8 @@ func (m *model) receivePart(items []*localv1.OpItem) {
 
 // receive gives the client a complete answer. Afterwards, the client must have the server's
 // view. The answer must contain only what wire.md permits:
-//   - after a valid token, and later on the stream, what has changed since;
+//   - after a valid token, and for later requests on the stream, the changes since
+//     then;
 //   - after an invalid token of a client with digests, the services that differ, unless they
 //     are more than half of all services;
 //   - otherwise, a Reset and everything.
@@ -136,8 +137,8 @@ func (m *model) differences(s *modelServer) map[string]bool {
 	return names
 }
 
-// inBuckets returns the names of the server's services whose bucket has one of the given
-// services, and these.
+// inBuckets returns the given names, and the names of the server's services in the same
+// buckets.
 func (m *model) inBuckets(s *modelServer, names map[string]bool) map[string]bool {
 	bucket := func(name string) int {
 		return bucketOf(orderOf(types.NamespacedName{Namespace: "ns", Name: name}), max(1, m.stream.buckets))
@@ -163,7 +164,7 @@ func (s *modelServer) count(names map[string]bool) (n int) {
 	return n
 }
 
-// check checks that the client has what its server has.
+// check checks that the client has the views of its server.
 func (m *model) check() {
 	s := m.stream.server
 	if differ := m.differences(s); len(differ) > 0 {
@@ -206,8 +207,8 @@ func keys[K comparable, V any](b *strings.Builder, all iter.Seq2[K, V]) {
 	fmt.Fprint(b, names)
 }
 
-// hash returns a hash of all facts on which the future of the model depends. Instances and
-// revisions are replaced by what servers can send for them.
+// hash returns a hash of all facts on which the future of the model depends. In place
+// of instances and revisions, it hashes the changes that servers can send for them.
 func (m *model) hash() [sha256.Size]byte {
 	var b strings.Builder
 	for i, s := range m.servers {

@@ -102,7 +102,7 @@ func TestModelFindsFaults(t *testing.T) {
 	}
 }
 
-// fault has functions that make the code of this package wrong.
+// fault has functions that put a fault into the code of this package.
 type fault struct {
 	commitIncomplete bool
 	answer, client   func([]*localv1.OpItem) []*localv1.OpItem
@@ -169,7 +169,8 @@ var modelActions = []string{
 	"connect to origin", "connect to relay",
 	// The server answers. With "part", the client loses the stream before it has the end.
 	"answer", "part",
-	// The relay gets an answer from the origin, or a part before it loses its stream.
+	// The relay gets an answer from the origin. With "part", it gets only a part and then
+	// loses its stream.
 	"relay", "relay part",
 	"restart origin", "restart relay",
 	// More time passes than servers remember deletions.

@@ -40,7 +40,7 @@ type model struct {
 	client  *Client
 	has     *modelToken // the client's token; nil if there is none
 	stream  *modelStream
-	digests *localv1.Digests // for a fault: those of the client's last stream
+	digests *localv1.Digests // only for a fault: the digests of the client's last stream
 	mirror  *mirror
 	relayed *relay
 	parts   *sent // of the relay
@@ -62,7 +62,7 @@ type modelChange struct {
 	name     string
 }
 
-// modelToken is what a token says, as the model knows it.
+// modelToken has the content of a token, in the terms of the model.
 type modelToken struct {
 	server   *modelServer
 	revision uint64
@@ -183,7 +183,7 @@ func writeModel(tx *cluster.Tx, name, version string) {
 	tx.SetSlice(slice)
 }
 
-// update changes the state of a server, and logs what changed.
+// update changes the state of a server, and logs the names of changed objects.
 func (s *modelServer) update(f func(*cluster.Tx)) {
 	before := s.state.Objects()
 	s.state.Update(f)
@@ -208,7 +208,7 @@ func (s *modelServer) update(f func(*cluster.Tx)) {
 	}
 }
 
-// changed returns the names of what changed after a revision.
+// changed returns the names of the objects that changed after a revision.
 func (s *modelServer) changed(since uint64) map[string]bool {
 	names := map[string]bool{}
 	for _, c := range s.log {

@@ -199,8 +199,8 @@ func (w fewHints) SetSlice(s *api.EndpointSlice) {
 	w.Writer.SetSlice(s)
 }
 
-// With Packed, each kind of client gets the same as without, from a state that changes and
-// from another server.
+// Each kind of client gets the same values with Packed as without, both from a changing
+// state and from another server.
 func TestPackedAnswersEqualOthers(t *testing.T) {
 	for name, filter := range map[string]func(apitest.Writer) apitest.Writer{
 		"many hints": func(w apitest.Writer) apitest.Writer { return w },
@@ -246,7 +246,8 @@ func TestPackedAnswersEqualOthers(t *testing.T) {
 	}
 }
 
-// A client that waits for its turn hears from the server, so that it does not leave.
+// A client that waits for its turn gets messages from the server, so that it does not
+// leave.
 func TestWaitingClientGetsEmptyMessages(t *testing.T) {
 	w := newWorld(5, 2, 10)
 	address := socket(t)
@@ -294,8 +295,8 @@ func waitMark(t *testing.T, address string, step int) {
 	}
 }
 
-// differ returns the differences between what two clients have. It ignores the winners of
-// lost claims, which may be from an earlier state.
+// differ returns the differences between the values of two clients. It ignores the
+// winners of lost claims, which may be from an earlier state.
 func differ(t *testing.T, a, b *packClient) (lines []string) {
 	withoutWinners := func(value string) string {
 		var s localv1.Service

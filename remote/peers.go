@@ -110,9 +110,9 @@ func (c *countedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// connect counts a connection whose handshake has finished. It reports false if the
-// connection exceeds a limit or was closed meanwhile. All anonymous connections of an IPv6
-// network together may use half of the connections.
+// connect counts a connection whose handshake has finished. It returns false if the
+// connection exceeds a limit, or was closed during the handshake. All anonymous
+// connections of an IPv6 network together may use half of the connections.
 func (p *peers) connect(c *countedConn, anonymous bool) bool {
 	if !p.waiting.Remove(c) {
 		return false

@@ -36,12 +36,12 @@ func firstState() *cluster.State {
 // BenchmarkFirstSync connects 5,000 clients at the same time to a server that has just
 // started, in a process of its own.
 //
-//   - tokens: the clients have everything and tokens of this server. It shows what the
-//     streams cost without a first answer.
-//   - new: the clients have nothing. Then the server is killed with SIGKILL, and another
-//     one starts. All clients have to continue with what they have.
+//   - tokens: the clients have everything and tokens of this server. This case shows
+//     the cost of the streams without a first answer.
+//   - new: the clients have nothing. Then the server is killed with SIGKILL, and
+//     another one starts. All clients have to continue with their present state.
 //
-// The clients do not unpack what they receive; TestAnotherServerContinues does.
+// The clients do not unpack the answers; TestAnotherServerContinues does.
 func BenchmarkFirstSync(b *testing.B) {
 	digests := firstDigests(b)
 	for _, kind := range []string{"tokens", "new"} {

@@ -169,7 +169,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 	if n := g.received.Load(); n > 2000 || n > first/20 {
 		t.Errorf("%d bytes after the loss, %d at the start", n, first)
 	}
-	if n := server.Stats().Views - views; n > 4 { // for the lost stream, it may also compute the two old ones
+	if n := server.Stats().Views - views; n > 4 { // for the lost stream, it may also compute the two old views
 		t.Errorf("the server computed %d views, want at most 4", n)
 	}
 }
@@ -206,7 +206,7 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	}
 }
 
-// At first only the first server is stale, later only the second server.
+// At first, only the first server is stale. Later, only the second server is stale.
 func TestClientLeavesStaleServer(t *testing.T) {
 	set := func(s *cluster.State, name string, stale bool) {
 		s.Update(func(tx *cluster.Tx) {

@@ -103,8 +103,9 @@ type Server struct {
 }
 
 // NewServer returns a server of the given state. It answers clients when the state is
-// synced. The state should have the option Resumable of [cluster.Options]. Otherwise a
-// client that reconnects has to start over if objects were deleted meanwhile.
+// synced. The state should have the option Resumable of [cluster.Options]. Otherwise, a
+// client that reconnects has to start over if objects were deleted while it was
+// disconnected.
 func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:

@@ -37,8 +37,8 @@ func (p *taker) take(ctx context.Context, n int) {
 	}
 }
 
-// A peer whose clients do not read gets some turns only. Several such peers together delay
-// others by a limited time. Waiting clients get notices.
+// A peer whose clients do not read gets only some of the turns. Several of these peers
+// together delay other peers by a limited time. Waiting clients get notices.
 func TestSlowPeersLeaveTurnsToOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -72,7 +72,7 @@ func TestSlowPeersLeaveTurnsToOthers(t *testing.T) {
 	})
 }
 
-// A client that leaves while it waits loses no turn of others.
+// A client that leaves while it waits takes no turn from other clients.
 func TestTurnsOfClientsThatLeave(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBeginnings(nil)

@@ -139,7 +139,7 @@ func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
 		if w.server.published.stopped.Load() {
 			return false, errStopping
 		}
-		snapshot = w.server.published.get() // may have changed meanwhile
+		snapshot = w.server.published.get() // may be newer now
 		if x = w.server.beginnings.of(snapshot); x.snapshot.Revision > snapshot.Revision {
 			snapshot = x.snapshot
 		}
@@ -169,7 +169,7 @@ func (w *watch) targetIn(snapshot *cluster.Objects) target {
 	return w.newTarget(node)
 }
 
-// startsOver reports whether the server does not know what the client has.
+// startsOver reports whether the server does not know the client's present views.
 func (w *watch) startsOver(snapshot *cluster.Objects, to *target) bool {
 	if !w.cursor.Until(statesOf(snapshot.Snapshot)).Full() {
 		return false

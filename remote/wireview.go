@@ -263,7 +263,7 @@ func withoutLost(v *api.View) *api.View {
 		}
 	}
 	s := *v.Service
-	s.IPFamilies = s.Families() // without cluster IPs, Families might return others
+	s.IPFamilies = s.Families() // without cluster IPs, Families might return other families
 	for _, set := range [...]*api.IPSet{&s.IPs.ClusterIPs, &s.IPs.LoadBalancerIPs, &s.IPs.ExternalIPs} {
 		for _, list := range [...]*[]netip.Addr{&set.V4, &set.V6} {
 			*list = slices.DeleteFunc(slices.Clone(*list), func(a netip.Addr) bool { return addrs[a] })

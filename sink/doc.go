@@ -57,11 +57,12 @@
 // cause.
 //
 // If Sync returns another error or panics, nothing is acknowledged. The driver delivers
-// the same services once more. If that Sync fails too, the driver halves the batch again
-// and again, until only one service is left. If a Sync of one service fails, the driver
-// isolates this service. From then on, it delivers the service alone and with its own
-// backoff, so that others are not delayed. If all Syncs fail for some time, the dataplane
-// itself may be the cause. Then the driver also waits longer and longer between Syncs.
+// the same services once more. If that Sync fails too, the driver halves the batch
+// again and again, until only one service is left. If a Sync of one service fails, the
+// driver isolates this service. From then on, it delivers the service alone and with
+// its own backoff, so that other services are not delayed. If all Syncs fail for some
+// time, the dataplane itself may be the cause. Then the driver also waits longer and
+// longer between Syncs.
 //
 // A service that was not acknowledged may be half programmed. So the driver delivers it
 // again and sets [Change.Unsure], even if the service was deleted or has its old view

@@ -179,7 +179,7 @@ func (d *Driver) logRecovery(ctx context.Context, changes []Change, failed Faile
 	}
 }
 
-// logFailed logs the first failed services, and the number of the others.
+// logFailed logs the first failed services, and the number of further failed services.
 func logFailed(log klog.Logger, failed Failed) {
 	keys := slices.SortedFunc(maps.Keys(failed), ordering.Keys)
 	for i, key := range keys {

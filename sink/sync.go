@@ -144,9 +144,10 @@ func (d *Driver) compose(u *updates.Update) batch {
 	return b
 }
 
-// isVoided begins a pass if u is lost and no pass is in progress. It reports whether the
-// acknowledgements of the pass in progress are void, because another pass is needed after
-// it: the source has lost changes of delivered services, or StartOver was called.
+// isVoided begins a pass if u is lost and no pass is in progress. It reports whether
+// the acknowledgements of the pass in progress are void. This is so if another pass is
+// needed after it: the source has lost changes of delivered services, or StartOver was
+// called.
 //
 // The pass in progress continues. So every pass ends, even if the source keeps losing
 // changes.
@@ -189,9 +190,9 @@ func (d *Driver) addChanges(u *updates.Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of the refused Node or of one isolated service, if one of them
-// is due. After such a Sync, or one that failed as a whole, other waiting services come
-// first.
+// addAlone makes b a batch of the refused Node or of one isolated service, if one of
+// them is due. After such a Sync, or after a Sync that failed as a whole, other waiting
+// services come first.
 func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	now := time.Now()
 	node, s := d.node.failures > 0 && !d.node.retryAt.After(now), d.pending.dueAlone(now)
@@ -449,8 +450,9 @@ func (d *Driver) acknowledged(u *updates.Update, b *batch, failed Failed, notDel
 	}
 }
 
-// dropTaken drops the old views whose claims the sink has acknowledged for other services.
-// It takes time in proportion to the claims, so it does not hold d.mu meanwhile.
+// dropTaken drops the old views whose claims the sink has acknowledged for other
+// services. It takes time in proportion to the claims, so it does not hold d.mu while
+// it searches.
 func (d *Driver) dropTaken(acked []Change, failed Failed) {
 	if len(d.pending.byKey) == 0 {
 		d.pending.claims = newOldClaims() // release the old views

@@ -19,8 +19,8 @@ import (
 // service, except failing ones. If StartOver was called before WaitSynced, that pass is one
 // that began after StartOver. A later call of StartOver does not prolong the wait.
 //
-// If ctx or Run ends earlier, WaitSynced returns an error that names the sink and what it
-// waits for. It may be called at any time, even before Run.
+// If ctx or Run ends earlier, WaitSynced returns an error that names the sink and the
+// reasons why it is not synced. It may be called at any time, even before Run.
 func (d *Driver) WaitSynced(ctx context.Context) error {
 	return d.waitUntil(ctx, "a pass", func() bool { return true })
 }
@@ -85,8 +85,8 @@ func (d *Driver) present() uint64 {
 // maxNamed limits the services that the error of a wait names.
 const maxNamed = 5
 
-// obstacles describes what keeps the sink from being up to date, for an error. The caller
-// holds d.mu.
+// obstacles describes, for an error, why the sink is not up to date. The caller holds
+// d.mu.
 func (d *Driver) obstacles() string {
 	var list []string
 	add := func(format string, args ...any) { list = append(list, fmt.Sprintf(format, args...)) }

@@ -28,9 +28,10 @@ func large(n int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 	return service, slice
 }
 
-// TestConversionTimeGrowsWithObjects fails if 16 times as many ports and external IPs
-// always take more than 120 times as long. Quadratic time would be 256 times as long. Other
-// programs may disturb some of the measurements.
+// TestConversionTimeGrowsWithObjects measures several times, and fails if 16 times as
+// many ports and external IPs take more than 120 times as long in each measurement.
+// Quadratic time would be 256 times as long. Other programs may disturb some of the
+// measurements.
 func TestConversionTimeGrowsWithObjects(t *testing.T) {
 	c := newConverter(t, Options{})
 	measure := func(n int) func() time.Duration {

@@ -20,7 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// check finds what other programs have on this machine. It is a Backend.Check.
+// check finds rules, devices and settings of other programs on this machine. It is a
+// Backend.Check.
 func (l *leftovers) check(ctx context.Context) []command.Finding {
 	findings := []command.Finding{kernelVersion()}
 	found, err := findAll(ctx, l.bpffs())

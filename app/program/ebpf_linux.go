@@ -96,8 +96,8 @@ type ebpfCounter interface {
 	Counts() (translated, left map[string]uint64, err error)
 }
 
-// ebpfCounts collects what the programs count. While the backend is not started, it
-// collects nothing.
+// ebpfCounts collects the counts of the eBPF programs. While the backend is not
+// started, it collects nothing.
 type ebpfCounts struct {
 	ebpfCounter
 }

@@ -77,7 +77,7 @@ func TestEventsNameIgnoredTrafficParameters(t *testing.T) {
 	}
 }
 
-// A service that loses many claims leaves room for the Events of others.
+// A service that loses many claims leaves room for the Events of other services.
 func TestEventsOfOneServiceAreLimited(t *testing.T) {
 	many := &api.View{}
 	for port := range int32(1000) {

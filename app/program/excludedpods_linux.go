@@ -95,7 +95,7 @@ func (e *excludedPods) informer(client metadata.Interface, resource string, sele
 	})
 }
 
-// excludable is what remains of an object: its name, namespace and UID.
+// excludable is an object reduced to its name, namespace and UID.
 type excludable struct {
 	metav1.ObjectMeta
 	// matches reports whether the labels of the object match.

@@ -156,7 +156,7 @@ func TestMapsOfEBPFAreFound(t *testing.T) {
 	}
 }
 
-// A running process of another instance is a neighbour. What it programs is no leftover.
+// A running process of another instance is a neighbour. Its rules are no leftovers.
 func TestRulesOfRunningNeighbourAreNoLeftovers(t *testing.T) {
 	n := netnstest.New(t)
 	b, err := nftables.New(nftables.Options{Options: backends.Options{Instance: "blue", NetNS: n.FD, Sysctls: backends.IgnoreSysctls}})
@@ -248,7 +248,8 @@ func TestLeftoversAreLoggedCountedAndRemoved(t *testing.T) {
 	counted(l, 1, 1)
 }
 
-// A removal may wait for the end of connections, and fails without capabilities.
+// A removal may wait for the end of connections, and it fails if the process lacks
+// capabilities.
 func TestRemovalsDoNotDelaySearchesAndAreNotRetriedImmediately(t *testing.T) {
 	n := netnstest.New(t)
 	n.Run(t, "nft", "add table inet kpng")

@@ -47,7 +47,8 @@ func (fixedTotals) Totals(f func(family api.Family, listeners, failures int64)) 
 	return 7
 }
 
-// TestMetricsOfLocalhostNodePorts checks the names of kpng and of kube-proxy.
+// TestMetricsOfLocalhostNodePorts checks that the metrics exist under kpng's and under
+// kube-proxy's names.
 func TestMetricsOfLocalhostNodePorts(t *testing.T) {
 	parts := mustConfigure(t, NFTables(), "--node-port-addresses=localhost").Parts()
 	of := func(c any) *localhostTotals {

@@ -74,7 +74,7 @@ func (f *nftablesFlags) complete() (nftables.Options, error) {
 	return opts, nil
 }
 
-// setServiceCIDRs sets the service CIDRs, or what follows them.
+// setServiceCIDRs sets the service CIDRs, or the function that follows them.
 func (f *nftablesFlags) setServiceCIDRs(opts *nftables.Options) error {
 	if !slices.Contains(f.serviceCIDRs, "auto") {
 		for _, text := range f.serviceCIDRs {

@@ -22,9 +22,9 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// withReports returns b with what this package reports about each backend: ports without
-// local endpoints, traffic with the flag --stats and, if l is not nil, the leftovers of other
-// proxies.
+// withReports returns b with reports that all backends have: ports without local
+// endpoints, traffic (with the flag --stats) and, if l is not nil, the leftovers of
+// other proxies.
 func withReports(b *command.Backend, l *leftovers) *command.Backend {
 	flags, create := b.Flags, b.Make
 	var flagSet *pflag.FlagSet

@@ -210,7 +210,7 @@ func inspectorOf(name, instance string) (backends.Inspector, nodeview.Parameters
 	return nil, honours, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables, ipvs and ebpf can, on Linux)", name)
 }
 
-// inspect returns what the dataplane has for each explained frontend. The argument
+// inspect returns the dataplane's entries for each explained frontend. The argument
 // asked is the address in the user's question, if any. If a frontend fails, it returns
 // the error and the results of the earlier frontends.
 func inspect(ctx context.Context, i backends.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) ([]inspection, error) {

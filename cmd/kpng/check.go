@@ -105,8 +105,8 @@ func printChecks(w io.Writer, report []checked, output string) error {
 	return nil
 }
 
-// checkConfig compares a configuration file of kube-proxy with what the backend of cmd does
-// with it.
+// checkConfig finds the settings in a configuration file of kube-proxy that the backend
+// of cmd treats differently.
 func checkConfig(cmd *cobra.Command, file string) (findings []command.Finding) {
 	run, _, err := newRoot().Find([]string{"kube", "to-local", cmd.Name()})
 	if err != nil {

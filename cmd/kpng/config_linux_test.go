@@ -51,7 +51,8 @@ func configured(t *testing.T, backend, config string, args ...string) (set map[s
 	return set, differences, err
 }
 
-// always has the flags that each configuration file sets if it does not mention them.
+// always has the flags that every configuration file sets, even if it does not mention
+// them, with the values that they get by default.
 var always = map[string]string{
 	"healthz-bind-address": "0.0.0.0:10256",
 	"metrics-bind-address": "127.0.0.1:10249",

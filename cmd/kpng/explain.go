@@ -107,7 +107,7 @@ func explainCommand() *cobra.Command {
 	return cmd
 }
 
-// answer is an explanation of a service, and what the command adds to it.
+// answer is an explanation of a service, with the additions of the command.
 type answer struct {
 	*nodeview.Explanation
 	additions
@@ -123,7 +123,7 @@ type additions struct {
 	Dataplane []inspection `json:",omitempty"`
 }
 
-// inspection is what the dataplane has for a frontend.
+// inspection describes the dataplane's entries for a frontend.
 type inspection struct{ Frontend, Text string }
 
 // String returns the answer for people.

@@ -238,7 +238,7 @@ func TestAdditionsAreDocumented(t *testing.T) {
 	}
 }
 
-// TestTextOfAnswers checks what the command adds to the text of an explanation.
+// TestTextOfAnswers checks the text that the command adds to an explanation.
 func TestTextOfAnswers(t *testing.T) {
 	e := &nodeview.Explanation{Service: types.NamespacedName{Namespace: "default", Name: "web"}}
 	got := (&answer{e, additions{

@@ -26,7 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// getCommand returns the command that lists what a node has.
+// getCommand returns the command that lists services, frontends and nodes.
 func getCommand() *cobra.Command {
 	return group("get", "List services, frontends or nodes as a table, JSON or YAML",
 		withTraffic(getOf("services [[NAMESPACE/]NAME]", "List services with the endpoints that a node uses", serviceList)),
@@ -263,7 +263,7 @@ func frontendRow(key types.NamespacedName, f *nodeview.Frontend) []string {
 
 func verdict(t *nodeview.Traffic) string { return strings.ToLower(fmt.Sprint(t.Verdict)) }
 
-// endpointsText returns the first endpoints, and the number of the others.
+// endpointsText returns the first endpoints, and the number of further endpoints.
 func endpointsText(t *nodeview.Traffic) string {
 	const most = 3
 	var list []string

@@ -76,7 +76,7 @@ func TestChangedEndpointTakesNoTimeForAddresses(t *testing.T) {
 	for _, protocol := range []string{"udp", "tcp"} {
 		for _, unsure := range []bool{false, true} {
 			if protocol == "tcp" && unsure {
-				continue // queues all destinations
+				continue // an unsure TCP change queues all destinations
 			}
 			allocations := func(externalIPs int) float64 {
 				q := newQueue()

@@ -25,9 +25,9 @@ import (
 // addresses of a service.
 type queue struct {
 	mu sync.Mutex
-	// udp has all UDP destinations. tcp has only queued groups, because TCP connections need
-	// a check only when their destination gets its first endpoint, or when the connections
-	// to a lost endpoint are reset.
+	// udp has all UDP destinations. tcp has only queued groups, because TCP connections
+	// need a check in only two cases: their destination gets its first endpoint, or the
+	// connections to a lost endpoint are reset.
 	udp, tcp index
 	pass     sink.Pass
 	// due has the queued groups. removed has the UDP destinations without a service, with

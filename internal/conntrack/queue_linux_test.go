@@ -63,8 +63,8 @@ func TestClassesAgreeWithFrontends(t *testing.T) {
 	}
 }
 
-// TestQueuedGroupsFollowTheirService changes a service before the pass that its earlier
-// changes need.
+// TestQueuedGroupsFollowTheirService changes a service again before the pass for its
+// earlier changes.
 func TestQueuedGroupsFollowTheirService(t *testing.T) {
 	const both, one = "ip 10.96.0.10\nport 53\nready 10.1.0.1 10.1.0.2", "ip 10.96.0.10\nport 53\nready 10.1.0.2"
 	const web = "ip 10.96.0.10\nport 80/TCP"

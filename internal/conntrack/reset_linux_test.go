@@ -92,7 +92,8 @@ func (w *resetWorld) connect(t *testing.T, from *netnstest.Namespace, to string)
 	return client, server
 }
 
-// endsSoon reports whether a connection ends by a reset. It only waits for data.
+// endsSoon returns nil if a connection ends by a reset within a time. It sends nothing,
+// and only waits for data.
 func endsSoon(c net.Conn, within time.Duration) error {
 	c.SetReadDeadline(time.Now().Add(within))
 	_, err := c.Read(make([]byte, 1))

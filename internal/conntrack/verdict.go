@@ -22,9 +22,9 @@ type destination struct {
 	protocol uint8
 }
 
-// flow is a connection-tracking entry that may be stale. It is an entry of a UDP flow, of a
-// TCP connection that is not translated and has no reply yet, or of an established TCP
-// connection that is translated.
+// flow is a connection-tracking entry that may be stale. The entry belongs to a UDP
+// flow, to an untranslated TCP connection without a reply, or to a translated and
+// established TCP connection.
 type flow struct {
 	protocol    uint8
 	established bool

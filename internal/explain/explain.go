@@ -58,7 +58,7 @@ func (q Question) ExplainViews(u *updates.Update, node *api.Node) iter.Seq2[*nod
 	})
 }
 
-// services is what a program knows about services.
+// services provides a program's data about services.
 type services struct {
 	node *api.Node
 	keys iter.Seq[types.NamespacedName]

@@ -104,7 +104,8 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// The error of an unknown service is different, because the caller may know the reason.
+// The error for an unknown service wraps ErrNotFound, because the caller may know the
+// reason.
 func TestNotFound(t *testing.T) {
 	for question, want := range map[string]bool{"missing": true, "lone": true, "large": false, "10.9.9.9": false} {
 		q, err := explain.Parse(question)
@@ -163,7 +164,8 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// A name must select its frontend and no other one of the service.
+// The name of a frontend must select this frontend, and no other frontend of the
+// service.
 func TestNamesOfFrontendsAreQuestions(t *testing.T) {
 	s := newState().Snapshot()
 	for e := range (explain.Question{}).Explain(s, node) {

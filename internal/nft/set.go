@@ -127,10 +127,10 @@ func decodeSet(attributes []byte) Set {
 
 // typeof returns the description of the types of a map whose key has a part of
 // TypeInteger, and otherwise nil. Such a map has the type "typeof meta priority . meta
-// length : …", in which "meta length" stands for TypeInteger, because nft has no name
-// for the type of an integer. nft stores the description with the map, and needs it to
-// load rules with these maps. Only nft 0.9.8 ignores it, and uses the numbers of the
-// types in the kernel instead.
+// length : …". In this type, "meta length" stands for TypeInteger, because nft has no
+// name for the type of an integer. nft stores the description with the map, and needs
+// it to load rules with these maps. Only nft 0.9.8 ignores it, and uses the numbers of
+// the types in the kernel instead.
 func typeof(key, data []Type) []byte {
 	if !slices.Contains(key, TypeInteger) {
 		return nil

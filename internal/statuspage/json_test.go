@@ -133,8 +133,8 @@ func fields(structs map[string]*ast.StructType, table, prefix, name string) stri
 	return table
 }
 
-// tables returns the tables of docs/reference/json.md about the status page, by what they
-// describe.
+// tables returns the tables of docs/reference/json.md about the status page, by the
+// type that they describe.
 func tables(t *testing.T) map[string]string {
 	t.Helper()
 	file, err := parser.ParseFile(token.NewFileSet(), "../report/report.go", nil, parser.ParseComments)

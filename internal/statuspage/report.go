@@ -370,7 +370,8 @@ func newService(name string, view *api.View, failing, refused bool) report.Servi
 // report lists for a service. A report has many services.
 const maxListed = 100
 
-// firstOf returns the texts of the first elements of list, and the number of the others.
+// firstOf returns the texts of the first elements of list, and the number of further
+// elements.
 func firstOf[T any](list []T, text func(T) string) (texts []string) {
 	for _, v := range list[:min(len(list), maxListed)] {
 		texts = append(texts, text(v))

@@ -473,8 +473,8 @@ func TestInvalidQueries(t *testing.T) {
 	}
 }
 
-// No text from outside may become markup. Node names of clients, errors and the query are
-// such text.
+// Text from outside, such as the node names of clients, errors and the query, must not
+// become markup.
 func TestPageEscapesText(t *testing.T) {
 	const evil = `"><script>alert(1)</script>`
 	key := types.NamespacedName{Namespace: "default", Name: evil}

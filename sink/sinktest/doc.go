@@ -17,10 +17,11 @@
 //	go d.Run(ctx)
 //	err := d.WaitApplied(ctx, src.Revision())
 //
-// The most common bug of sinks is the following. A service fails while its address moves
-// to another service, and the retry of the first service removes the address from its new
-// owner. [TestHistories] finds this bug, and others after failures and restarts. A test of
-// a single failure wraps the sink. This wrapper reports once that a service failed:
+// The most common bug of sinks is the following. A service fails while its address
+// moves to another service, and the retry of the first service removes the address from
+// its new owner. [TestHistories] finds this bug, and other bugs after failures and
+// restarts. A test of a single failure wraps the sink. This wrapper reports once that a
+// service failed:
 //
 //	var once sync.Once
 //	flaky := sink.Func(func(ctx context.Context, c *sink.Changes) error {

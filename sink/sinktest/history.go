@@ -27,9 +27,9 @@ type Subject struct {
 	// Open returns a sink for the dataplane. TestHistories calls Start of this sink. To
 	// imitate a restart of the program, it calls Stop of the sink and then Open again.
 	Open func() sink.Sink
-	// Objects returns what the sink has programmed in the dataplane, in any order. The
-	// result must depend only on the present services, and not on the history of the
-	// sink. So it must not contain numbers that the sink chooses.
+	// Objects returns the objects that the sink has programmed in the dataplane, in any
+	// order. The result must depend only on the present services, and not on the history
+	// of the sink. So it must not contain numbers that the sink chooses.
 	Objects func() []string
 	// Disturb makes operations of the dataplane fail, until the caller calls the returned
 	// function. If Disturb is nil, all operations succeed.
@@ -65,7 +65,8 @@ func TestHistories(t *testing.T, n int, newSubject func(testing.TB) *Subject) {
 	}
 }
 
-// history is a random history of a subject. The ledger says what the driver may deliver.
+// history is a random history of a subject. The ledger says which Changes the driver
+// may deliver.
 type history struct {
 	t          testing.TB
 	random     *rand.Rand

@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ledger records what a sink has received and acknowledged. From this record it knows
-// what the driver may deliver next.
+// ledger records the Changes that a sink has received and acknowledged. From this
+// record, it knows which Changes the driver may deliver next.
 type ledger struct {
 	// begun is true after a sink.Changes with First was acknowledged, until ErrStartOver.
 	// inPass is true between the first and the last acknowledged Changes of a pass.

@@ -27,7 +27,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // patience limits each wait.
 const patience = 20 * time.Second
 
-// following contains a running follower and what the tests observe of it.
+// following contains a running follower, and its outputs that the tests observe.
 type following struct {
 	t      *testing.T
 	ctx    context.Context

@@ -115,7 +115,7 @@ func (b *backendRef) service(r *object) objects.Key {
 // thisNode stands for the Node of this process.
 var thisNode = objects.Key{Kind: "Node"}
 
-// references returns what an object depends on.
+// references returns the keys of the objects on which an object depends.
 func references(o *object) (all []objects.Key) {
 	if o.Kind == "Gateway" {
 		all = append(all, objects.NewKey("GatewayClass", "", o.Spec.GatewayClassName), o.service(), thisNode)

@@ -102,9 +102,10 @@ func group(config *rest.Config, connect *http.Client, path string, version schem
 	return rest.RESTClientForConfigAndClient(config, connect)
 }
 
-// httpClient returns an HTTP client for config. It does what rest.HTTPClientFor does, except
-// that nothing of the client outlives its last reference. client-go caches transports in a
-// global map, and reads certificate files in goroutines that never end.
+// httpClient returns an HTTP client for config. It is like rest.HTTPClientFor, except
+// that no part of the client outlives the last reference to the client. client-go
+// caches transports in a global map, and reads certificate files in goroutines that
+// never end.
 func httpClient(config *rest.Config, connections *connrotation.Dialer) (*http.Client, error) {
 	settings, err := config.TransportConfig()
 	if err != nil {

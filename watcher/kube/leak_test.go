@@ -158,7 +158,7 @@ func TestCertificateFilesAreReloaded(t *testing.T) {
 	s.Set(service("web"))
 	waitFor(t, func() bool { return state.Objects().Services.Len() == 1 && slices.Contains(clients(), "second") })
 
-	// With files that do not fit together, the last certificate remains in use.
+	// If the certificate and the key do not match, the last certificate remains in use.
 	if err := os.WriteFile(files.KeyFile, []byte("incomplete"), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -45,8 +45,9 @@ type finder func(ctx context.Context, services []types.NamespacedName) ([]*disco
 // waits for about 15 seconds at most. Other services and slices never wait.
 //
 // Slices change during a request. The answer does not replace a slice that was written
-// meanwhile, because it is unknown which of the two is newer. A watch without a filter
-// delivers the newest version anyway. With a filter, the service is looked up again.
+// during the request, because it is unknown which of the two versions is newer. A watch
+// without a filter delivers the newest version anyway. With a filter, the service is
+// looked up again.
 type lookUp struct {
 	find finder
 	// gather is the time to collect services for one request.
@@ -89,7 +90,7 @@ func (n *selection) enqueue(s *wanted) {
 }
 
 // needsLookUp reports whether the state may lack slices of a service. If the controller
-// has labelled one of a service's slices, it labels the others, too.
+// has labelled one of a service's slices, it labels the remaining slices, too.
 func (n *selection) needsLookUp(s *wanted) bool {
 	state, _ := n.state.Snapshot().States.Get(s.key)
 	return s.selectorless || state == nil || !slices.ContainsFunc(state.Slices, func(slice *api.EndpointSlice) bool {

@@ -300,10 +300,10 @@ func (n *selection) noteSlice(i *item[api.EndpointSlice]) {
 // filter reports whether a watch may omit slices without the proxy's label.
 func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabelled) == 0 }
 
-// adapt restarts the watch of slices if the watch has a filter although a service has no
-// selector. If the filter is wrong for another reason, adapt restarts the watch after a
-// delay, because this reason may disappear: the controller may label the slice, or a
-// service without a selector may be created again.
+// adapt restarts the watch of slices if the watch has a filter although a service has
+// no selector. If the filter is wrong for another reason, adapt restarts the watch
+// after a delay, because this reason may disappear. For example, the controller may
+// label the slice, or a service without a selector may be created again.
 func (n *selection) adapt() {
 	switch {
 	case n.restart == nil:

@@ -12,8 +12,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// A service that the proxy no longer wants costs the same, however many other services have
-// slices without the label.
+// When the proxy no longer wants a service, the cost does not depend on the number of
+// other services that have slices without the label.
 func TestUnwantedServiceReadsOnlyItsSlices(t *testing.T) {
 	measure := func(services int) time.Duration {
 		w := &watch{state: cluster.New(cluster.Options{})}

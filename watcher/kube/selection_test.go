@@ -317,7 +317,7 @@ func TestFailedLookUpIsRetried(t *testing.T) {
 	}
 }
 
-// A server may take longer to answer than services are held back.
+// A server may take longer to answer than the time for which services are held back.
 func TestSlowLookUpIsLoggedAndEnds(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		log := w.bufferLog()
@@ -364,13 +364,13 @@ func TestSlowLookUpDelaysNothingElse(t *testing.T) {
 			want = append(want, fmt.Sprintf("service default/moved-%d", i+1))
 		}
 		w.expect(want...)
-		w.Set(service("late", proxyName, "x")) // while requests fail, services wait for none
+		w.Set(service("late", proxyName, "x")) // while requests fail, no service waits for a request
 		w.expect(append(want, "service default/late")...)
 	})
 }
 
-// However many services become wanted, and whatever the clocks of servers say, a node
-// sends few requests.
+// A node sends few requests, even if many services become wanted, or if the clocks of
+// servers are wrong.
 func TestLookUpsAreMerged(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		w.start()
@@ -679,8 +679,8 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 	runtime.KeepAlive(state)
 }
 
-// A service whose slices have the label needs no request. Then nothing must record the
-// slices that change.
+// A service whose slices have the label needs no request. Without a request, the
+// selection must not record the slices that change.
 func TestChangesAreRecordedOnlyDuringRequests(t *testing.T) {
 	inSelection(t, findIn(new([]*discoveryv1.EndpointSlice)), func(s *stores, w *world) {
 		s.services.Add(service("web", proxyName, "x"))

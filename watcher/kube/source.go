@@ -22,7 +22,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// source describes what a reflector requests from the API server.
+// source describes the objects that a reflector requests from the API server.
 type source struct {
 	client   rest.Interface
 	resource schema.GroupResource

@@ -345,8 +345,8 @@ func (s *State) setLost(outcomes []outcome) {
 	}
 }
 
-// updateLost returns the lost claims of a service after outcomes. The arguments and the
-// result are sorted by claim.
+// updateLost returns the lost claims of a service after the given outcomes. The
+// arguments and the result are sorted by claim.
 func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	var updated []api.LostClaim
 	for i, o := range outcomes {

@@ -27,8 +27,8 @@ type Existing struct {
 	family api.Family
 }
 
-// existingOf returns the Existing of a port and family. If an earlier port leads to the same
-// ports of all endpoints, it is the value of the earlier port.
+// existingOf returns the Existing of a port and family. If an earlier port leads to the
+// same ports of all endpoints, the result is the value of the earlier port.
 func (l *portLists) existingOf(port *api.PortMapping, family api.Family) Existing {
 	x := Existing{l.view, port, family}
 	if port == nil || len(l.view.Service.Ports) == 1 {

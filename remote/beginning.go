@@ -311,8 +311,8 @@ func (p *pack) addPatches(s *sharedState, view *api.View, who audience) {
 	add(view.Draining, true)
 }
 
-// own returns the services that may look different to the client than in the pack. The
-// states are those of the beginning.
+// own returns the services whose view for the client may differ from the view in the
+// pack. The states are those of the beginning.
 func (w *watch) own(x *beginning, p *pack, to *target) []ownService {
 	own := p.own[w.name]
 	if p.zone != to.zone {

@@ -27,9 +27,9 @@ import (
 // this service. So one bad service does not stop the others. If another service has
 // taken an address of this view since then, the view has no frontends at that address
 // (see View.Lost). So no two services have the same claim ([api.Claim]). In a pass, one
-// call of syncAll receives all services. If it returns another error than a [*Failed],
-// the driver cannot find out which service is the cause. Therefore syncAll should
-// return a *Failed.
+// call of syncAll receives all services. If it returns an error that is not a
+// [*Failed], the driver cannot find out which service is the cause. Therefore syncAll
+// should return a *Failed.
 //
 // syncAll may keep the Go slice services but must not change it. The sink holds the views
 // of all services. Each Sync copies one pointer per service.

@@ -93,8 +93,8 @@ func TestManyChangesAreGathered(t *testing.T) {
 	}
 }
 
-// TestChangesOneAfterTheOtherAreNotGathered makes each change when the one before it is
-// programmed.
+// TestChangesOneAfterTheOtherAreNotGathered makes each change after the previous change
+// was programmed.
 func TestChangesOneAfterTheOtherAreNotGathered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		syncs, longest := change(t, 100, sink.Options{}, func() { time.Sleep(2 * time.Millisecond) }, func() { time.Sleep(2*time.Millisecond - 1) })

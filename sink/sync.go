@@ -211,10 +211,9 @@ func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	return true
 }
 
-// addLarge makes b a batch of one large service, if one is due. If other services are
-// due, or the pass has a next batch, Syncs of large services alternate with Syncs of
-// these. So every service waits for at most one large service, and each large service
-// gets its turn.
+// addLarge makes b a batch of one large service, if one is due. While other services or
+// batches of a pass are due, too, every second Sync delivers them. So every service
+// waits for at most one large service, and each large service gets its turn.
 func (d *Driver) addLarge(u *updates.Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueLarge(now)

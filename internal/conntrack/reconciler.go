@@ -28,9 +28,10 @@ type Options struct {
 	// NetNS is the file descriptor of the network namespace whose table is read.
 	// Default 0: the namespace of the process.
 	NetNS int
-	// Observe is called after each read of the table, for metrics. The argument seen is the
-	// number of entries that the kernel returned, deleted the number of entries that were
-	// deleted, and took the duration. A read that fails with err is repeated. Default: none.
+	// Observe is called after each read of the table, for metrics. Its arguments are the
+	// number of entries that the kernel returned (seen), the number of entries that were
+	// deleted (deleted), the duration (took), and the error. If err is not nil, the read
+	// is repeated. Default: none.
 	Observe func(seen, deleted int, took time.Duration, err error)
 
 	clock clock.Clock // replaced by tests

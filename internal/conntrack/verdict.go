@@ -93,8 +93,8 @@ func verdictsOf(view *api.View) verdicts {
 	return all
 }
 
-// tracks reports whether the frontends of a protocol have destinations of the protocol
-// with that number. The frontends of an all-ports service have the protocol 0.
+// tracks reports whether frontends with the given protocol have destinations with the
+// protocol of this number. The frontends of an all-ports service have the protocol 0.
 func tracks(number uint8, protocol api.Protocol) bool {
 	return protocol == 0 || protocol.Number() == number
 }

@@ -28,9 +28,9 @@ type Set struct {
 	typeof []byte
 }
 
-// NewSet returns a set, or a map if the argument data is not empty. The arguments key and
-// data are the types of the parts of an element. The kernel rounds up the length of each of
-// several parts to a multiple of four octets.
+// NewSet returns a set, or a map if the argument data is not empty. The arguments key
+// and data are the types of the parts of an element. If an element has several parts,
+// the kernel rounds up the length of each part to a multiple of four octets.
 func NewSet(name string, flags uint32, key, data []Type) Set {
 	s := Set{Name: name, Flags: flags, typeof: typeof(key, data)}
 	s.keyType, s.KeyLen = concatenation(key)

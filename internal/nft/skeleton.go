@@ -61,9 +61,9 @@ const (
 	RejectChain   = "reject-chain"   // rejects packets
 )
 
-// DropLater and RejectLater are priorities of packets that a table of the backend nftables is
-// going to drop or reject after all translations. They are not the number of a list or of an
-// endpoint of that backend. The program nft prints them as 6fff:1 and 6fff:2.
+// DropLater and RejectLater are priorities of packets that a table of the backend
+// nftables is going to drop or reject after all translations. No list and no endpoint
+// of that backend has such a number. The program nft prints them as 6fff:1 and 6fff:2.
 const (
 	DropLater   = 0x6fff_0001
 	RejectLater = 0x6fff_0002

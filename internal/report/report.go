@@ -117,7 +117,7 @@ type Service struct {
 	Addresses []string `json:"addresses,omitempty"`
 	Ports     []string `json:"ports,omitempty"`    // port/protocol, or all; at most 100
 	Endpoints int      `json:"endpoints"`          // endpoints that the node uses
-	Local     int      `json:"local"`              // number of these endpoints that run on the node
+	Local     int      `json:"local"`              // number of these endpoints on the node
 	Draining  int      `json:"draining,omitempty"` // endpoints that only keep existing connections
 	Lost      int      `json:"lost,omitempty"`     // addresses and ports that another service owns
 	// The present version, or a part of it, is refused. The other fields describe the

@@ -71,8 +71,8 @@ func (src *source) stream(ctx context.Context, options *metav1.ListOptions) (io.
 	}
 }
 
-// magic is the beginning of an object in Kubernetes' content type protobuf. After it comes
-// a message of the type runtime.Unknown.
+// magic is the beginning of an object in Kubernetes' content type protobuf. A message
+// of the type runtime.Unknown follows.
 const magic = "k8s\x00"
 
 // readList reads a list of objects of a kind, in Kubernetes' content type protobuf. It calls

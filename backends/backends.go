@@ -86,8 +86,8 @@ type Stats struct {
 
 // Options are the settings that dataplanes share. The zero value has the defaults of
 // kube-proxy, and can run beside kube-proxy. If a backend does not support an option, its
-// function New refuses the option unless it has its zero value. The Options of a backend
-// say which options it does not support.
+// function New returns an error if the option is set. The Options of a backend say which
+// options it does not support.
 type Options struct {
 	// Instance distinguishes the dataplanes of one kind on one node. It is a part of the
 	// names of all objects that the dataplane creates. The Options of a backend say how long
@@ -170,8 +170,9 @@ const (
 // Observer receives the events of a dataplane. Calls do not overlap. The methods must not
 // call the dataplane, and should return soon, because the dataplane waits for them.
 type Observer interface {
-	// Wrote is called after each attempt to write to the dataplane. The argument size counts
-	// what was written in the backend's own units, and err is the error of the attempt or nil.
+	// Wrote is called after each attempt to write to the dataplane. The argument size is
+	// the size of the write, in a unit that the Options of the backend define. The argument
+	// err is the error of the attempt, or nil.
 	Wrote(size int, err error)
 	// Holds is called after each Sync, with the number of objects of one kind that the
 	// dataplane has. The Options of a backend list its kinds.

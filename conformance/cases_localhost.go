@@ -141,7 +141,7 @@ var localhostCases = []testCase{
 	}},
 }
 
-// withLocalhost restarts the proxy with loopback addresses among those of node ports.
+// withLocalhost restarts the proxy so that node ports are also at loopback addresses.
 func (s *scene) withLocalhost() {
 	s.restartWith(func(site *Site) {
 		site.NodePortCIDRs = append(site.NodePortCIDRs[:len(site.NodePortCIDRs):len(site.NodePortCIDRs)], netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"))

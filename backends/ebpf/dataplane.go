@@ -89,7 +89,7 @@ func (l *listRecord) size() size {
 // leftover is a service with frontends that did not fit into the maps.
 type leftover struct {
 	view *api.View
-	// missing is the size of what did not fit.
+	// missing is the size of the frontends and lists that did not fit.
 	missing size
 }
 
@@ -271,8 +271,8 @@ func (d *dataplane) addLists(ops []op) map[uint64]*newList {
 	return made
 }
 
-// checkRoom returns an error if a new list does not fit. So a list that is too large for
-// the rest of a map costs nothing.
+// checkRoom returns an error if a new list does not fit. So nothing is written for a list
+// that is too large for the rest of a map.
 func (d *dataplane) checkRoom(l *endpointList) error {
 	room, needed := d.room(), l.size()
 	switch {

@@ -21,7 +21,7 @@ import (
 // excluded.
 const maxCgroupLevels, maxExcluded = 16, 4096
 
-// exclusions is what the backend knows about excluded cgroups.
+// exclusions is the state of the excluded cgroups.
 type exclusions struct {
 	// missing has the paths of Options.ExcludedCgroups that did not exist.
 	missing map[string]bool

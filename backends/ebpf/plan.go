@@ -120,7 +120,7 @@ type peer struct{ Service, Endpoint address }
 // size is a number of elements of each map.
 type size struct{ frontends, endpoints, members int }
 
-// fits reports whether no number is larger than that of o.
+// fits reports whether each number of s is at most the same number of o.
 func (s size) fits(o size) bool {
 	return s.frontends <= o.frontends && s.endpoints <= o.endpoints && s.members <= o.members
 }
@@ -237,7 +237,8 @@ type servicePlan struct {
 	// lists has the lists by ID and members. For each ID, the first list is also there
 	// without members in the key.
 	lists map[listKey]*endpointList
-	// own has the members of lists with session affinity, and existing those of UDP ports.
+	// own has the members of lists with session affinity. existing has the members of UDP
+	// ports.
 	own      map[nodeview.ListID]memberSet
 	existing map[nodeview.Existing]memberSet
 }

@@ -191,7 +191,8 @@ type pinnedMap struct {
 	info *ebpf.MapInfo
 }
 
-// openMaps opens the pinned maps. It omits what is not a map, or may not be changed.
+// openMaps opens the pinned maps. It omits files that are not maps, and maps that this
+// process cannot change.
 func openMaps(dir string) map[string]*pinnedMap {
 	all := map[string]*pinnedMap{}
 	for name := range new(programs).maps() {
@@ -214,14 +215,14 @@ func closeMaps(all map[string]*pinnedMap) {
 	}
 }
 
-// sortMaps sorts the maps that this version needs by what the process does with the pinned
-// map of the same name: it uses the map (adopted), or makes a larger or smaller map with
-// the same elements (resized), or makes an empty map (foreign), because there is no pinned
-// map or it has another layout.
+// sortMaps compares the maps that this version needs with the pinned maps of the same
+// names. The process uses the pinned maps in adopted. For those in resized, it makes larger
+// or smaller maps with the same elements. For those in foreign, it makes empty maps,
+// because there is no pinned map or it has another layout.
 //
-// If a map is foreign, the map heartbeat is too. Then the programs leave all connections
-// to the other sink until the first pass has ended. Otherwise, while one program of the new
-// version and one of the old version are attached, one would not find what the other records.
+// If a map is foreign, the map heartbeat is too. Then the programs leave all connections to
+// the other sink until the first pass has ended. Otherwise, while programs of both versions
+// are attached, a program of one version would not find the records of the other version.
 func sortMaps(pinned map[string]*pinnedMap, specs map[string]*ebpf.MapSpec) (adopted map[string]*ebpf.Map, resized, foreign []string) {
 	adopted = map[string]*ebpf.Map{}
 	for name, spec := range specs {
@@ -504,8 +505,8 @@ func removeUnknown(o *Options) error {
 	return errors.Join(errs...)
 }
 
-// discard deletes a file of the directory, whatever it is. If it is a link, discard
-// detaches its program.
+// discard deletes a file of the directory, of any kind. If it is a link, discard detaches
+// its program.
 func discard(path string) error {
 	if l, err := link.LoadPinnedLink(path, nil); err == nil {
 		l.Detach() // an error does no harm: the kernel detaches links without a file

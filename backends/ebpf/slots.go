@@ -14,15 +14,16 @@ import (
 )
 
 // slots are the slots of a list. A program chooses one of the slots 0 to n-1 at random. If
-// the weights of the endpoints differ, others has another endpoint for each of them. A
-// program then uses the other endpoint with the probability Other / 65536. So endpoints get
-// shares according to their weights (alias method of Walker and Vose), and the choice
+// the weights of the endpoints differ, others has a second endpoint for each slot. A
+// program then uses the second endpoint with the probability Other / 65536. So endpoints
+// get shares according to their weights (alias method of Walker and Vose), and the choice
 // takes at most two look-ups for any weights.
 type slots struct {
 	endpoints, others []address
 }
 
-// othersFrom is the first index of slots with other endpoints.
+// othersFrom is the index of the second endpoint of slot 0 in the map slots. The second
+// endpoints of the further slots follow.
 const othersFrom = 1 << 31
 
 // slotsOf returns the slots of endpoints.

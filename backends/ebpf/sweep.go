@@ -31,7 +31,8 @@ const (
 // sweeper destroys sockets of one protocol in one network namespace. These are the sockets
 // that the programs have connected to an endpoint, and that must no longer use it.
 type sweeper struct {
-	// netNS is the file descriptor of the namespace, or 0 for that of the calling thread.
+	// netNS is the file descriptor of the namespace, or 0 for the namespace of the calling
+	// thread.
 	netNS    int
 	protocol uint8
 	// peers has the records of the programs by the cookies of sockets.

@@ -28,9 +28,9 @@ type service struct {
 // also have many rules, because each port may need its own list of all endpoints.
 const largeService = 2_000
 
-// bySize divides list into the large services, sorted by size, and the others, in the same
-// order as before. The size of a service is the number of its new rules or of its rules in
-// the kernel, whichever is larger.
+// bySize divides list into the large services, sorted by size, and the other services, in
+// the order of list. The size of a service is the number of its new rules or of its rules
+// in the kernel, whichever is larger.
 func (t *ruleset) bySize(list []service) (others, large []service) {
 	size := func(s service) int {
 		if last := t.records[s.key]; last != nil {

@@ -158,7 +158,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 	return t.deleteForeign(ctx)
 }
 
-// deleteForeign deletes the rules of t.foreign. It keeps and logs those that iptables
+// deleteForeign deletes the rules of t.foreign. It keeps and logs the rules that iptables
 // refuses to delete.
 func (t *ruleset) deleteForeign(ctx context.Context) error {
 	rules := t.foreign

@@ -499,7 +499,8 @@ func (k *kernelState) run(input string, check func()) {
 }
 
 // While table nat translates packets to an address with source ranges, table mangle drops
-// those of other sources: during the creation, each change and the deletion of a service.
+// packets from other sources. This must hold during the creation, each change and the
+// deletion of a service.
 func TestSourceRangesHoldDuringChanges(t *testing.T) {
 	const addr = "-d 203.0.113.1/32 "
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
@@ -634,7 +635,8 @@ func TestTransactionsOfLargeServicesAreConsistent(t *testing.T) {
 }
 
 // The kernel remembers 100 clients for each endpoint of a service port. So the clients of
-// one service do not displace those of another, and end with the service.
+// one service do not displace the clients of another service, and are removed together with
+// their service.
 func TestClientsOfServiceAreLimited(t *testing.T) {
 	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		ns := netnstest.New(t)

@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// record is what a service needs.
+// record has the rules and elements that a service needs.
 type record struct {
 	*rendered
 	view *api.View

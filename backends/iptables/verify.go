@@ -14,8 +14,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// verify compares the kernel with what commit has written. It returns a
-// [kernelnode.Difference] if another program has changed something.
+// verify compares the rules and sets in the kernel with those that commit has written. It
+// returns a [kernelnode.Difference] if another program has changed something.
 func (t *ruleset) verify(ctx context.Context) error {
 	if t.beginErr != nil {
 		return nil

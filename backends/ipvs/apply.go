@@ -28,8 +28,9 @@ type frontendState struct {
 	// exists is true if there is a virtual server, or if one is planned. planned is true if
 	// this is a plan.
 	exists, planned bool
-	// others are the other destinations in the kernel. Apply keeps those that get no new
-	// connections, until removeIdle finds that their connections have ended.
+	// others are the destinations in the kernel that are not in wanted.endpoints. Apply
+	// keeps those that get no new connections, until removeIdle finds that their
+	// connections have ended.
 	others map[netip.AddrPort]destination
 }
 

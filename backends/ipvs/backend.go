@@ -33,8 +33,8 @@ type backend struct {
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
 	rest      rest
-	// idleAt is the time of the next call of removeIdle. Before searchAt, the backend does not
-	// search for changes by other programs that need a pass.
+	// idleAt is the time of the next call of removeIdle. Until searchAt, the backend does
+	// not search for those changes by other programs that only a pass can repair.
 	idleAt, searchAt time.Time
 	pause            kernelnode.DriftPause
 }

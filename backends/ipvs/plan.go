@@ -19,7 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// planner computes what services need in the kernel. Its results depend only on its
+// planner computes the kernel objects that services need. Its results depend only on its
 // fields and arguments.
 type planner struct {
 	scheduler, annotation string
@@ -58,7 +58,7 @@ func (p *planner) firstNodePortAddr(family api.Family) (netip.Addr, bool) {
 	return p.nodePortAddrs[i], true
 }
 
-// plan is what a service needs.
+// plan has the kernel objects that a service needs.
 type plan struct {
 	frontends []frontendPlan
 	// elements are elements that belong to no frontend, sorted: those of the set hairpins, and
@@ -66,8 +66,8 @@ type plan struct {
 	elements []element
 }
 
-// frontendPlan is what a frontend needs. A node port has one frontendPlan for each
-// address of node ports.
+// frontendPlan has the kernel objects that a frontend needs. A node port has one
+// frontendPlan for each address of node ports.
 type frontendPlan struct {
 	id   serverID
 	kind nodeview.Kind
@@ -103,8 +103,9 @@ func (w *wanted) weight(i int) uint32 {
 	return w.weights[i]
 }
 
-// weighted has the schedulers that use weights, in place of those that do not. The scheduler
-// sh has 256 entries, and an endpoint of weight w would take w of them, so it gets no weights.
+// weighted maps a scheduler that ignores weights to the scheduler that replaces it if
+// weights differ. The scheduler sh has 256 entries, and an endpoint of weight w would take
+// w of them, so it gets no weights.
 var weighted = map[string]string{"rr": "wrr", "lc": "wlc"}
 
 // keeps reports whether existing connections to a destination continue after the
@@ -124,8 +125,8 @@ func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 // ports.
 const maxDestinations = 1_000_000
 
-// plan returns what view needs. If view is nil, the plan is empty. If IPVS cannot serve the
-// service, the plan has only the health checks of its load-balancer IPs. The function
+// plan returns the plan for view. If view is nil, the plan is empty. If IPVS cannot serve
+// the service, the plan has only the health checks of its load-balancer IPs. The function
 // listOf returns the number of the list with the source ranges of a frontend. If the
 // service needs more than maxDestinations, plan returns an error and no plan. Other errors
 // name what the plan lacks, or an invalid scheduler, in place of which the plan uses the

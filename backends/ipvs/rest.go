@@ -177,9 +177,10 @@ func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source,
 	return failed.Err()
 }
 
-// lost divides removed into services that lose an address and port to another service of c,
-// and others. The first result also has the stuck services that lose an address and port.
-// The table removes them before the other service gets the address and port.
+// lost divides removed into two lists: services that lose an address and port to another
+// service of c, and all other services. The first result also has the stuck services that
+// lose an address and port. The table removes them before the other service gets the
+// address and port.
 func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink.Change) {
 	if len(removed)+len(r.stuck) == 0 {
 		return nil, nil
@@ -296,8 +297,8 @@ func (r *rest) remove(ctx context.Context, c *sink.Changes, changes []sink.Chang
 	return nil
 }
 
-// merge adds the services that have failed to failed. It returns err if err acknowledges
-// nothing.
+// merge adds the services that have failed to failed. If err does not tell which services
+// have failed, merge returns err.
 func merge(failed sink.Failed, err error) error {
 	some, ok := sink.Acknowledged(err)
 	if !ok {

@@ -59,8 +59,7 @@ func (j *journal) since(n int) []journalChange {
 }
 
 // lost reports whether a dump of the map m may lack elements because of the changes. If the
-// kernel has already sent an element that is then removed, it does not send another
-// element.
+// kernel has already sent an element that is then removed, the dump misses another element.
 func lost(changes []journalChange, m mapID) bool {
 	return slices.ContainsFunc(changes, func(c journalChange) bool { return c.m == m && !c.exists })
 }
@@ -208,8 +207,8 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// digests returns the digests of the elements that the map has and should have, without those
-// that were written while it was read.
+// digests returns the digests of the present and of the expected elements of the map. Both
+// digests omit the elements that were written while the map was read.
 func (c *mapComparison) digests() (is, want digest) {
 	written := map[uint64]*journalChange{}
 	for _, change := range c.journal.since(0) {

@@ -215,11 +215,11 @@ func (c class) chain(seed uint32) nft.Chain {
 // probability of less than one half.
 const maxChoices = 8
 
-// choose returns rules that choose a slot of a list with equal probability. The result of
-// rule is a rule that chooses one of the first n slots, and does nothing if the list has no
-// such slot. A list has more than half as many endpoints as the size of its class says. So
-// after maxChoices rules, the last rule chooses one of the slots in the first half, which
-// exist. It is needed for less than one connection of 256.
+// choose returns rules that choose a slot of a list with equal probability. The function
+// rule returns a rule that chooses one of the first n slots. This rule does nothing if the
+// list does not have the chosen slot. A list has more than half as many endpoints as the
+// size of its class says. So after maxChoices rules, the last rule chooses one of the slots
+// in the first half, which exist. It is needed for less than one connection of 256.
 func (c class) choose(rule func(n uint32) nft.Rule) (rules []nft.Rule) {
 	choices := maxChoices
 	if c.size < 2 {

@@ -56,7 +56,7 @@ type element struct {
 	value
 }
 
-// elementRef refers to an element whose parts are in other variables.
+// elementRef has pointers to the ID and the value of an element.
 type elementRef struct {
 	*elementID
 	*value

@@ -260,8 +260,8 @@ func (t *table) compareLists(ctx context.Context) error {
 
 // deleteUnusedClasses deletes the classes with session affinity that no list uses. There
 // may be many, because services choose their timeouts. Other classes are few. They stay
-// until the next pass: when the kernel makes a chain that is the first to use a map, it
-// checks all elements of the map.
+// until the next pass, because it would be expensive to make them again: for the first
+// chain that uses a map, the kernel checks all elements of the map.
 func (t *table) deleteUnusedClasses(ctx context.Context) error {
 	unused := slices.DeleteFunc(t.state.unusedClasses(), func(c class) bool { return c.timeout == 0 })
 	if len(unused) == 0 {

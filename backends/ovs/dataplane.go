@@ -74,8 +74,8 @@ type (
 type group struct {
 	seed     uint64
 	byClient bool
-	// buckets has the buckets by ID. In the switch, they are ordered by ID, so that all nodes
-	// choose the same one of two buckets with equal hashes.
+	// buckets has the buckets by ID. In the switch, they are ordered by ID, so that all
+	// nodes make the same choice between two buckets with equal hashes.
 	buckets map[uint32]openflow.Bucket
 	// foreign is true if another program has changed the group so that it must be replaced.
 	foreign bool

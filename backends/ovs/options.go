@@ -59,11 +59,11 @@ type Options struct {
 	// bridge's program may add flows to this table. Default: 100.
 	Priority uint16
 	// Zone is the connection-tracking zone of all connections that pass the tables.
-	// MasqueradeZone is that of masqueraded connections, and of connections from and to
-	// MasqueradeAddresses. Only the instances of a bridge may use these zones. An
-	// instance also translates the packets of connections that other instances have accepted,
-	// so all need the same zones, MasqueradeAddresses and HairpinAddresses. Default: 27392 and
-	// 27648.
+	// MasqueradeZone is the zone of masqueraded connections, and of connections from and to
+	// MasqueradeAddresses. Only the instances of a bridge may use these zones. An instance
+	// also translates the packets of connections that other instances have accepted, so all
+	// instances need the same zones, MasqueradeAddresses and HairpinAddresses. Default:
+	// 27392 and 27648.
 	Zone, MasqueradeZone uint16
 
 	// LocalPort is the OpenFlow port of the node itself. Default: the bridge's local port.

@@ -21,7 +21,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// plan is what a service needs in the switch.
+// plan has the objects that a service needs in the switch.
 type plan struct {
 	// flows belong to this service alone. The service may share the flows in the field
 	// shared with other services.
@@ -31,8 +31,8 @@ type plan struct {
 	groups map[uint32]*group
 	// affinities are the service ports with session affinity.
 	affinities map[affinity]bool
-	// kept has the frontends whose protocol is UDP, and those of services with resets whose
-	// protocol is TCP. Frontends with the same endpoints have the same value.
+	// kept has the UDP frontends, and the TCP frontends of services with resets. Frontends
+	// with the same endpoints have the same value.
 	kept map[frontendAt]*kept
 	// counted are the groups whose connections are counted. Without Options.Stats, there are
 	// none.
@@ -124,7 +124,7 @@ func (p *planner) plan(view *api.View) (*plan, error) {
 	return s.plan, nil
 }
 
-// servicePlan is a plan while it is made. The maps have what frontends share.
+// servicePlan is a plan while it is made. The maps have the parts that frontends share.
 type servicePlan struct {
 	*plan
 	*planner
@@ -141,7 +141,8 @@ type servicePlan struct {
 	shares map[keptKey]*kept
 }
 
-// actionsKey has what determines the actions of frontends for a part of the traffic.
+// actionsKey has the values that determine the actions of frontends for a part of the
+// traffic.
 type actionsKey struct {
 	verdict    nodeview.Verdict
 	list       name
@@ -150,7 +151,7 @@ type actionsKey struct {
 	family     api.Family
 }
 
-// keptKey has what determines the kept endpoints of frontends.
+// keptKey has the values that determine the kept endpoints of frontends.
 type keptKey struct {
 	existing nodeview.Existing
 	protocol api.Protocol

@@ -221,8 +221,8 @@ func TestNumbersSurviveRestarts(t *testing.T) {
 	n.mustBe(want)
 }
 
-// TestLowNumbersAreUsedFirst checks that a group with a high number does not make all others
-// high. Each pass visits all numbers below the highest one, and without records, the
+// TestLowNumbersAreUsedFirst checks that new groups get low numbers although a group has a
+// high number. Each pass visits all numbers below the highest one, and without records, the
 // backend finds only low numbers.
 func TestLowNumbersAreUsedFirst(t *testing.T) {
 	_, d := planned(view("web", "10.96.0.1", []string{"10.244.2.1"}))

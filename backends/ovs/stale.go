@@ -173,12 +173,13 @@ func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
 // connections.
 const maxSearches = 16
 
-// deleteConnections makes the switch forget connections, except those to endpoints that have
-// come back. For each message that does not name a client, the switch searches its table of
-// connections. So if there are several messages, deleteConnections lists the connections, if
-// they are not too many, and names the clients. It also does so if only some connections to
-// a frontend are stale, or if connections are of protocol TCP, because it then resets idle
-// clients, too. Otherwise it sends maxSearches messages, and lets the others wait for Verify.
+// deleteConnections makes the switch forget connections, except those to endpoints that
+// have come back. For each message that does not name a client, the switch searches its
+// table of connections. So if there are several messages, deleteConnections lists the
+// connections, if they are not too many, and names the clients. It also does so if only
+// some connections to a frontend are stale, or if connections are of protocol TCP, because
+// it then resets idle clients, too. Otherwise it sends maxSearches messages, and leaves the
+// remaining messages to Verify.
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
 	var protocols []uint8
 	some := false
@@ -225,7 +226,8 @@ func (d *dataplane) deleteNext(ctx context.Context) error {
 }
 
 func (d *dataplane) sendDeletions(ctx context.Context, all []openflow.Connections) error {
-	// The switch may need long for a message, and answers only after the last of a part.
+	// The switch may take long for a message. It answers only after the last message of a
+	// part.
 	for part := range slices.Chunk(all, 16) {
 		var messages []openflow.Message
 		for _, c := range part {

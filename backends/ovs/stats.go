@@ -27,8 +27,8 @@ type servicePort struct {
 	inFlows bool
 }
 
-// counter belongs to a group whose number is that of a list, or of a part of it. A change of
-// the group makes a new counter.
+// counter counts the connections to the endpoints of a group. The group is that of a list,
+// or of a part of a list. A change of the group makes a new counter.
 type counter struct {
 	servicePort
 	// endpoints are those of the buckets in the order of the switch. They are invalid for

@@ -52,8 +52,8 @@ func (n *testNetwork) awaitStats(t *testing.T, want map[string]int64) {
 	}
 }
 
-// TestConnectionsAreCounted connects to all kinds of services. The numbers must be exactly
-// those of the connections, also after a restart.
+// TestConnectionsAreCounted connects to all kinds of services. The counters must have
+// exactly these connections, also after a restart.
 func TestConnectionsAreCounted(t *testing.T) {
 	n := newNetwork(t, counting)
 	web := view("web", clusterIP, []string{"!" + podB}, withPorts, func(s *api.Service) {

@@ -163,8 +163,8 @@ func (o *Options) flows(n *node) flowSet {
 	for _, family := range families {
 		ip := openflow.Match{EtherType: etherType(family)}
 		out := openflow.Resubmit(o.OutTable)
-		// Packets that another instance has translated leave, and so do those of connections
-		// that an instance has committed.
+		// Packets that another instance has translated leave these tables. Packets of
+		// connections that an instance has committed also leave.
 		m := ip
 		m.Zone = openflow.Bits{Value: uint64(o.MasqueradeZone), Mask: 1<<16 - 1}
 		o.add(s, entryTable, o.Priority+2, m, out)
@@ -244,8 +244,8 @@ func (o *Options) flows(n *node) flowSet {
 	return s
 }
 
-// addNodeConnections adds the flows for connections that have a masquerade address before
-// any translation: those of the node itself. They are committed in the masquerade zone, so
+// addNodeConnections adds the flows for the node's own connections, whose source is a
+// masquerade address before any translation. They are committed in the masquerade zone, so
 // that masqueraded connections get other ports.
 func (o *Options) addNodeConnections(s flowSet, family api.Family, a netip.Addr) {
 	to, from := openflow.Match{EtherType: etherType(family)}, openflow.Match{EtherType: etherType(family)}
@@ -258,8 +258,8 @@ func (o *Options) addNodeConnections(s flowSet, family api.Family, a netip.Addr)
 	o.add(s, stateTable, low+1, from, save, o.resubmit(sentTable))
 }
 
-// state matches the state of connection tracking that has all bits of the first set and
-// none of the second.
+// state matches packets whose state of connection tracking has all bits of set and no bit
+// of clear.
 func state(set, clear uint64) openflow.Bits { return openflow.Bits{Value: set, Mask: set | clear} }
 
 // addSources adds the flows of sourceTable.

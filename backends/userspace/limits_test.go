@@ -88,7 +88,8 @@ func syncChange(t *testing.T, b *backend, next *api.View) error {
 }
 
 // TestServiceWithTooManyListenersIsRefused delivers services that need more listeners than
-// a service may have. Nothing of them is opened, and other services are not affected.
+// a service may have. None of their listeners is opened, and other services are not
+// affected.
 func TestServiceWithTooManyListenersIsRefused(t *testing.T) {
 	first := netip.MustParseAddr("10.97.0.1")
 	to := netip.MustParseAddrPort("127.0.0.1:80")
@@ -223,7 +224,8 @@ func TestManyAddressesOfAServiceDelayNoSync(t *testing.T) {
 }
 
 // TestFreedDescriptorsWakeOneConnection lets connections of several services wait. Only
-// those wake that get descriptors, and those of the service with the fewest come first.
+// connections that get descriptors wake. Connections of the service with the fewest
+// descriptors wake first.
 func TestFreedDescriptorsWakeOneConnection(t *testing.T) {
 	d := newDescriptors(20)
 	few, many := &account{descriptors: d}, &account{descriptors: d}

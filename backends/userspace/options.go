@@ -30,7 +30,7 @@ type Options struct {
 	backends.Options
 
 	// OnlyNodePorts makes the dataplane serve node ports only, so that it can run beside a
-	// dataplane that serves them at other addresses. Default: false.
+	// dataplane that serves node ports at other addresses. Default: false.
 	OnlyNodePorts bool
 	// AddAddresses makes the addresses of services local to this host, while services use
 	// them. Each address gets a local route on Linux, which requires CAP_NET_ADMIN. On
@@ -70,7 +70,7 @@ type Options struct {
 	UDPTimeout time.Duration
 }
 
-// settings are complete options, and what tests replace.
+// settings are complete options, and the parts that tests replace.
 type settings struct {
 	Options
 	// addresses makes addresses of services local. Default: none, unless AddAddresses is set.

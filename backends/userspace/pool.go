@@ -150,8 +150,9 @@ func (p *pool) byWeight() netip.AddrPort {
 	return p.sorted[i]
 }
 
-// byHash returns a function that returns the endpoint of a client, and then others. All nodes
-// with the same endpoints get the same ones.
+// byHash returns a function. Its first call returns the endpoint of a client, and further
+// calls return alternatives. On all nodes with the same endpoints, the results are the
+// same.
 func (p *pool) byHash(client netip.AddrPort) func() netip.AddrPort {
 	if p.table == nil {
 		all := make([]maglev.Endpoint, len(p.sorted))

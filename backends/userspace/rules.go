@@ -218,8 +218,8 @@ func (a *admission) admits(client netip.Addr) bool {
 // equal source ranges share one admission.
 type admissions map[string]*admission
 
-// of returns the admission of the sources at a node with these addresses. It takes the
-// admission from earlier ones if they have one with the same prefixes.
+// of returns the admission of the sources at a node with these addresses. If the map
+// earlier has an admission with the same prefixes, the result is that admission.
 func (a admissions) of(sources *nodeview.Sources, node []netip.Addr, earlier admissions) *admission {
 	if !sources.Restricted {
 		return nil

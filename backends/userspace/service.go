@@ -317,7 +317,7 @@ type port struct {
 	name, portName string
 	counters       counters
 	counted        endpointCounters
-	// common is what all ports of the service share.
+	// common is the state that all ports of the service share.
 	*common
 	// existing has the endpoints whose clients stay, by family, according to the last applied
 	// plan. It is nil if there is none.

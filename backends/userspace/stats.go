@@ -71,7 +71,7 @@ func (c *endpointCounters) prune(serves func(netip.AddrPort) bool) {
 	}
 }
 
-// report passes the numbers of the present endpoints of p to yield, and those of removed
+// report passes to yield the numbers of the present endpoints of p, and of removed
 // endpoints that still have connections. It returns false if yield does.
 func (c *endpointCounters) report(p *port, yield func(backends.Stats) bool) bool {
 	c.mu.Lock()

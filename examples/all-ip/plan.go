@@ -18,8 +18,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// object is a part of the table: all elements for an IP of a service, or the element for a pod
-// in a set that is about pods. Its value has a line for each element, sorted.
+// object is a part of the table: all elements for an IP of a service, or the element for a
+// pod in one of the sets of pods. Its value has a line for each element, sorted.
 type object struct {
 	part string
 	ip   netip.Addr

@@ -135,8 +135,8 @@ func owners(slot int, endpoints []nodeview.Target) []nodeview.Target {
 	return order[:min(len(order), chances)]
 }
 
-// route returns the next hop to an endpoint on another node: the node itself, over a shared
-// network, or the address of its tunnel device, such as VXLAN.
+// route returns the next hop to an endpoint on another node. In a shared network, this is
+// the node itself. Otherwise, it is the address of the node's tunnel device, such as VXLAN.
 func route(endpoint netip.Addr) (hop, error) {
 	routes, err := netlink.RouteGet(endpoint.AsSlice())
 	if err != nil || len(routes) == 0 {

@@ -368,8 +368,8 @@ func slice(s *corev1.Service, number, step int, addresses []string) *discoveryv1
 	return e
 }
 
-// one returns a service and its slice with endpoints of its own. Only in service 0 does an
-// endpoint change.
+// one returns a service and its slice with endpoints of its own. Endpoints change only in
+// service 0.
 func one(number, step, endpoints int, change edit) []object {
 	if number > 0 {
 		step = 0

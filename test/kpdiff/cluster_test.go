@@ -82,8 +82,8 @@ func newCluster(rnd *rand.Rand) *clusterState {
 	return c
 }
 
-// service returns a random service. Services with different places have different
-// addresses and node ports.
+// service returns a random service. Two services with different values of place have
+// different addresses and node ports.
 func (r chance) service(name string, place int, names []string) *corev1.Service {
 	s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: name}}
 	s.Spec.IPFamilies = pick(r, []corev1.IPFamily{"IPv4"}, []corev1.IPFamily{"IPv6"}, []corev1.IPFamily{"IPv4", "IPv6"}, []corev1.IPFamily{"IPv6", "IPv4"})

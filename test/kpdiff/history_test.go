@@ -214,9 +214,9 @@ func (w *world) step(kind string) error {
 		}
 	case "restore":
 		if w.restore != nil {
-			// A watcher cannot notice a restore between its list and its first watch, or if the
-			// server reaches the resource versions of the watcher again before the watcher has
-			// compared them.
+			// A watcher cannot notice a restore between its list and its first watch. It
+			// also cannot notice one if the server reaches the watcher's resource versions
+			// again before the watcher has compared them.
 			synctest.Wait()
 			w.restore()
 			w.calm()

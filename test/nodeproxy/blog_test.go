@@ -20,9 +20,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestCommandsOfTheBlog runs the commands of "Use KPNG to Write Specialized kube-proxiers",
-// a blog post about the original kpng, literally. kpng-json and kpng-callout must read
-// from the kpng server, and not from the API server in $KUBECONFIG.
+// TestCommandsOfTheBlog runs the unchanged commands of the blog post "Use KPNG to Write
+// Specialized kube-proxiers", which is about the original kpng. kpng-json and kpng-callout
+// must read from the kpng server, and not from the API server in $KUBECONFIG.
 func TestCommandsOfTheBlog(t *testing.T) {
 	w := newWorld(t)
 	plain := w.service("plain", corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}) // for kube-proxy

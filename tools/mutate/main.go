@@ -13,10 +13,14 @@
 // With a mutant, only those tests run that execute its code, the fast ones first. All tests run
 // before a mutant counts as a survivor.
 //
-// Mutants are: an equality or a condition negated, < instead of <= and the like, an operand
-// of && or || that has no effect, + instead of -, a statement removed that assigns or calls,
-// and a returned value replaced by zero (a bool by its opposite, zero by one). Calls for the
-// log and for locks are not removed.
+// A mutant has one of these changes:
+//
+//   - An equality or a condition is negated.
+//   - A comparison includes or excludes equal values, such as < instead of <=.
+//   - An operand of && or || has no effect.
+//   - The sign + replaces -, or the reverse.
+//   - A statement that assigns or calls is removed. Calls for the log and for locks stay.
+//   - A returned value is zero. A bool is its opposite, and zero is one.
 package main
 
 import (
@@ -227,7 +231,7 @@ func compile(ctx context.Context, pkg *packages.Package, dir string) ([]mutant, 
 type tests struct {
 	binary, dir string
 	arguments   []string
-	// all has all tests, and fast and slow have those that execute the code of a mutant.
+	// all has all tests. fast and slow have the tests that execute the code of a mutant.
 	all        selection
 	fast, slow map[int]selection
 }
@@ -287,8 +291,8 @@ func (t *tests) measure(ctx context.Context, reached string, mutants int) error 
 }
 
 // find runs the tests that execute the code of a mutant. It returns how they find it, or ""
-// if they pass. A test with random input may execute other code each time, so all tests
-// run at the end if the argument all is true.
+// if they pass. A test with random input may execute different code each time. Therefore,
+// if the argument all is true, all tests run at the end.
 func (t *tests) find(ctx context.Context, mutant int, all bool) string {
 	selections := []selection{t.fast[mutant], t.slow[mutant]}
 	if all {

@@ -224,7 +224,7 @@ func (m *mutator) statements(list []ast.Stmt, results *types.Tuple) {
 	}
 }
 
-// onlyLogs reports whether s has no effect except in the log.
+// onlyLogs reports whether s only writes to the log.
 func (m *mutator) onlyLogs(s *ast.IfStmt) bool {
 	for _, statement := range s.Body.List {
 		call, ok := statement.(*ast.ExprStmt)

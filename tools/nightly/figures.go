@@ -13,7 +13,8 @@ import (
 	"golang.org/x/perf/benchfmt"
 )
 
-// figure is what a part measured. It has more than one value if a benchmark ran repeatedly.
+// figure is a quantity that a part measured. It has more than one value if a benchmark ran
+// repeatedly.
 type figure struct {
 	Name   string    `json:"name"`
 	Unit   string    `json:"unit"`

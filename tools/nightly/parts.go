@@ -11,7 +11,7 @@ import (
 // part is a part of the nightly tests.
 type part struct {
 	Name string
-	// About says in the documentation what the part does, as Markdown.
+	// About describes the part in the documentation, as Markdown.
 	About string
 	Limit time.Duration
 	// Needs has the programs that the part needs besides those of hack/test.

@@ -61,7 +61,8 @@ type config struct {
 	} `json:"rootfs"`
 }
 
-// layout is an OCI layout in an archive that is not compressed, because its layers are.
+// layout is an OCI layout in an archive. The archive is not compressed, because its layers
+// are compressed.
 type layout struct {
 	*layer
 	blobs map[string]bool

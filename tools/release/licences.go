@@ -18,7 +18,7 @@ is https://hg.mozilla.org/projects/nss/raw-file/tip/lib/ckfw/builtins/certdata.t
 available under the Mozilla Public License 2.0, https://mozilla.org/MPL/2.0/.
 `
 
-// printLicences writes the licences and notices of all modules of others that a program
+// printLicences writes the licences and notices of all third-party modules that a program
 // contains, and of Go's standard library. A text that several modules have in common
 // appears once.
 func printLicences(to io.Writer, file string) error {

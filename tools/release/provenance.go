@@ -18,9 +18,9 @@ import (
 const repository = "git+https://github.com/kpng-project/kpng"
 
 // printProvenance writes a statement of the format in-toto with the predicate SLSA
-// provenance v1: the hashes of the files of a release, and the commit, the version of Go
-// and the packages of Debian that made them. The files *.deb are these packages. The
-// current directory is the checkout of the commit.
+// provenance v1. It has the hashes of the files of a release. It also has the commit, the
+// version of Go and the packages of Debian from which the files were made. The files *.deb
+// are these packages. The current directory is the checkout of the commit.
 func printProvenance(to io.Writer, files []string) error {
 	commit, err := exec.Command("git", "rev-parse", "HEAD").Output()
 	if err != nil {

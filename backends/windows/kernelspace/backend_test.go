@@ -889,8 +889,8 @@ func TestChangedNodeAddressCausesOnePass(t *testing.T) {
 }
 
 // TestServiceWithTooManyLoadBalancersIsRefused delivers a service that grows above the
-// limit. It keeps its last load balancers, also in a pass and after a restart, and other
-// services change.
+// limit. It keeps its last load balancers, also in a pass and after a restart. Other
+// services can still change.
 func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{MaxLoadBalancers: 3})
 	wide := func(ips int) *api.View {

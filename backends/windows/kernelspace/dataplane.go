@@ -20,8 +20,8 @@ import (
 type op = reconcile.Op[frontend, *policy]
 
 // Plan implements [reconcile.Dataplane]. A service with too many frontends keeps its load
-// balancers, also those of an earlier process. But it loses those of frontends with source
-// ranges, because HNS would admit all sources.
+// balancers, also those of an earlier process. But it loses the load balancers of frontends
+// with source ranges, because HNS would admit all sources.
 func (b *backend) Plan(view *api.View, emit func(frontend, *policy)) error {
 	key := view.Key()
 	policies, lacking, err := plan(view, &b.environment)

@@ -132,9 +132,9 @@ func (h *holdings) hasEndpoint(id string) bool {
 }
 
 // endpointFor returns the ID of the preferred endpoint for a destination. It skips stale
-// endpoints, which HNS may keep although their deletion succeeded: those for a pod on
-// another node, if the address now belongs to a pod of this node, and the other way
-// round.
+// endpoints, which HNS may keep although it reported their deletion. An endpoint is stale
+// if it is for a pod on another node, but the address now belongs to a pod of this node.
+// The reverse case is also stale.
 func (h *holdings) endpointFor(d destination) (id string, ok bool) {
 	for _, id := range h.byAddr[d.addr] {
 		isRemote := h.isRemote(h.endpoints[id])

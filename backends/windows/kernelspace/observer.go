@@ -17,9 +17,9 @@ type observedHNS struct {
 	called func(call string, took time.Duration, err error)
 }
 
-// OnCall makes the backend call f after each call to HNS, with its name, such as
-// "CreateLoadBalancer", its duration and its error. Use OnCall before Start. Package
-// app/program finds this method with sink.As, for metrics.
+// OnCall makes the backend call f after each call to HNS. The arguments of f are the name
+// of the call to HNS, such as "CreateLoadBalancer", its duration and its error. Use OnCall
+// before Start. Package app/program finds this method with sink.As, for metrics.
 func (b *backend) OnCall(f func(call string, took time.Duration, err error)) { b.hns.called = f }
 
 func observe[T any](o *observedHNS, call string, f func() (T, error)) (T, error) {

@@ -25,8 +25,8 @@ import (
 // addresses in its Node object.
 //
 // The Observer's method Wrote is called after each call that changes an object of HNS, with
-// the size 1. Its method Holds gets the numbers of the "endpoints" and "load_balancers" that
-// the instance has in HNS, unless they are unknown.
+// the size 1. Its method Holds gets the numbers of the "endpoints" and "load_balancers"
+// that the instance has in HNS, unless these numbers are unknown.
 type Options struct {
 	backends.Options
 
@@ -34,9 +34,9 @@ type Options struct {
 	// the dataplane starts: the network plug-in may create it later.
 	Network string
 	// StateFile is a file that records which load balancers the dataplane created, because
-	// HNS stores no owner. Without a file, Cleanup removes no load balancers, and after a
-	// restart the dataplane does not remove load balancers of services that were deleted
-	// while it did not run. Each instance needs a file of its own. Default: none.
+	// HNS stores no owner. Without a file, Cleanup removes no load balancers. Also, after a
+	// restart, the load balancers of services that were deleted meanwhile stay. Each
+	// instance needs a file of its own. Default: none.
 	StateFile string
 
 	// EnableDSR enables direct server return for cluster IPs. The dataplane does not start if
@@ -62,8 +62,9 @@ type Options struct {
 
 	// RootEndpoint is the name of this node's own HNS endpoint, such as "cbr0". It receives
 	// health checks that are sent to a service's load-balancer addresses, at the port
-	// HealthCheckNodePort of the service or, if that is 0, at HealthzPort. If both are 0, it
-	// receives no such health checks. Default: none, which forwards no health checks.
+	// HealthCheckNodePort of the service or, if that is 0, at HealthzPort. If both are 0,
+	// it receives no such health checks. Default: none; then no health checks are
+	// forwarded.
 	RootEndpoint string
 	HealthzPort  uint16
 }

@@ -51,8 +51,8 @@ func play(ctx context.Context, pods []string) error {
 	return servers.Wait()
 }
 
-// localRoute returns a route that makes addr local. The proxy removes all such routes with
-// the protocol number 107, so the number differs.
+// localRoute returns a route that makes addr local. The proxy removes all local routes with
+// the protocol number 107, so this route has another number.
 func localRoute(addr netip.Addr) *netlink.Route {
 	return &netlink.Route{
 		Dst:       &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())},

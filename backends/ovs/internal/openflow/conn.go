@@ -425,8 +425,8 @@ func (c *Conn) Commit(ctx context.Context, messages []Message) error {
 		b = append(b, 0, 0, 0, atomicAndOrdered)
 		b = appendMessage(b, m.kind, inner, m.body)
 	}
-	// Without an answer to a barrier, a commit would execute the other messages if the switch
-	// has refused to add one.
+	// Wait for the answer to a barrier before the commit. Otherwise, if the switch refuses
+	// to add a message, the commit would execute the other messages.
 	barrier, end := id+1+n, id+2+n
 	refused := &Refused{}
 	keepError := func(m message) {

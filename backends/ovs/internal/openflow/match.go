@@ -149,8 +149,9 @@ func appendPrefix(b []byte, field uint32, p netip.Prefix) []byte {
 	return b
 }
 
-// Destination returns what a match that was made by [Match.Encode] requires of the
-// destination: an address, if any, and the protocol and port, if any.
+// Destination returns the destination address, the protocol and the destination port that a
+// match requires. A result is zero if the match does not require a single value. The match
+// must be a result of [Match.Encode].
 func Destination(match string) (addr netip.Addr, protocol uint8, port uint16) {
 	for field, value := range fields(match) {
 		switch size := len(value); {

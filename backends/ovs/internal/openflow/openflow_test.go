@@ -140,8 +140,8 @@ func TestMessageIDsBeginAgain(t *testing.T) {
 	}
 }
 
-// TestHangingSwitch checks that neither the context nor the patience is ignored if the
-// switch does not answer.
+// TestHangingSwitch checks that a request ends with its context, and after the patience, if
+// the switch does not answer.
 func TestHangingSwitch(t *testing.T) {
 	hang := func(c net.Conn) { io.Copy(io.Discard, c) }
 	greetAndHang := func(c net.Conn) { c.Write(hello); hang(c) }
@@ -229,8 +229,8 @@ func listed(id uint32, buckets, properties []byte) []byte {
 	return append(append(b, buckets...), properties...)
 }
 
-// FuzzParsers checks that no message of a switch ends the process, and that what the
-// parsers read from encoded groups is what was encoded.
+// FuzzParsers checks that no message of a switch ends the process, and that the parsers
+// read encoded groups correctly.
 func FuzzParsers(f *testing.F) {
 	m := Match{EtherType: IPv4, Destination: netip.MustParsePrefix("10.0.0.1/32"), Protocol: 6, Port: 80}
 	f.Add(flowMod(flowAdd, &Flow{FlowKey: FlowKey{Match: m.Encode()}, Actions: ToGroup(1)}, 0).body)

@@ -26,7 +26,7 @@ const (
 	markerNamespace = "kpng-conformance"
 	markerName      = "zz-marker"
 	markerNumber    = 250
-	markerNodePort  = 30000 // while the proxy serves node ports on localhost
+	markerNodePort  = 30000 // used while the proxy serves node ports on localhost
 )
 
 func (k *kit) markerPort() int32      { return int32(1000 + k.marker%10000) }
@@ -76,7 +76,7 @@ func (k *kit) awaitMarker(ctx context.Context) error {
 	var addrs []netip.AddrPort
 	for _, family := range k.families() {
 		addrs = append(addrs, netip.AddrPortFrom(number(world.ServiceCIDRs[family], markerNumber), uint16(k.markerPort())))
-		if k.localhost { // another part of the proxy may serve it
+		if k.localhost { // another part of the proxy may serve node ports on localhost
 			addrs = append(addrs, netip.AddrPortFrom(loopback(family), markerNodePort))
 		}
 	}

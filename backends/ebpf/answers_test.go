@@ -350,7 +350,7 @@ func testPresentNames(t *testing.T) {
 		changed <- err
 	}()
 	for range 2000 {
-		if s.send(serviceAddr(1)) == nil { // otherwise the list changed at this moment
+		if s.send(serviceAddr(1)) == nil { // an error means that the list changed at this moment
 			s.mustReceive(1)
 		}
 	}

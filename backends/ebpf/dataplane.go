@@ -410,7 +410,7 @@ func (d *dataplane) List(ctx context.Context, emit func(frontendKey, frontend)) 
 	d.used = size{frontends: len(s.frontends)}
 	for _, l := range s.lists {
 		d.used.add(l.size())
-		if d.lists[l.digest] != nil { // frontends of an earlier version do not share lists
+		if d.lists[l.digest] != nil { // an earlier version wrote an equal list for each frontend
 			l.digest = maphash.Comparable(d.seed, l.id)
 		}
 		record := l.listRecord

@@ -64,7 +64,7 @@ func (b *backend) writeExcluded(ctx context.Context) error {
 		}
 		left := 0
 		for _, dir := range e.podCgroups(log, b.cgroup, pods) {
-			if id, err := cgroupID(dir); err == nil && !exclude(id) { // a pod without a cgroup has ended
+			if id, err := cgroupID(dir); err == nil && !exclude(id) { // a missing cgroup means an ended pod
 				left++
 			}
 		}
@@ -135,7 +135,7 @@ func findPods(kubepods []string, pods []types.UID) map[types.UID]string {
 	}
 	var search func(dir string, classes bool)
 	search = func(dir string, classes bool) {
-		entries, _ := os.ReadDir(dir) // without the cgroup, there are no pods in it
+		entries, _ := os.ReadDir(dir) // a missing directory has no pods
 		for _, e := range entries {
 			if !e.IsDir() {
 				continue

@@ -108,7 +108,7 @@ func TestCgroupsOfPodsAreFoundLater(t *testing.T) {
 	if n := find(); n != 1 {
 		t.Errorf("%d pods after the start of kubelet, want 1", n)
 	}
-	add("kubepods.slice/kubepods-pod2.slice") // kubelet starts with another driver
+	add("kubepods.slice/kubepods-pod2.slice") // as if kubelet started with another driver
 	e.searched = e.searched.Add(-searchPause)
 	if n := find(); n != 2 {
 		t.Errorf("%d pods after a change of the driver, want 2", n)

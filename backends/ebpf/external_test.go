@@ -96,7 +96,7 @@ func testNodePorts(t *testing.T) {
 	n.mustReach("[::ffff:172.16.0.1]:30080", endpoints[:3]...)
 	n.mustReach("[fd00:172::1]:30080", endpoints[3:]...)
 	n.mustName("172.16.0.1:30080", "[fd00:172::1]:30080")
-	n.mustReach("172.16.0.1:30081", endpoints[0]) // an address of a service takes precedence
+	n.mustReach("172.16.0.1:30081", endpoints[0]) // a service address precedes a node port
 	n.mustNotReach("172.16.0.1:30083")
 	n.mustNotReach("172.16.0.2:30080")
 	n.mustNotReach("0.0.0.0:30080")
@@ -233,7 +233,7 @@ func testBind(t *testing.T) {
 		{n.ns.Do, "tcp", ":30081", false},              // another port
 		{n.ns.Do, "tcp", ":0", false},
 		{n.ns.Do, "udp", ":30080", false}, // another protocol
-		{pod.Do, "tcp", ":30080", false},  // a port of the pod
+		{pod.Do, "tcp", ":30080", false},  // a port of the pod itself
 	} {
 		err := bind(test.in, test.network, test.address)
 		if (err != nil) != test.refused || err != nil && !errors.Is(err, unix.EADDRINUSE) {

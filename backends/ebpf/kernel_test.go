@@ -379,7 +379,7 @@ func testConnectedUDP(t *testing.T) {
 	pod.Route(t, "10.96.0.0/16", "", "lo")
 	for _, c := range []struct {
 		in       netnstest.Place
-		to, want string // the peer that /proc/net/udp shows
+		to, want string // want is the peer that /proc/net/udp shows
 	}{
 		{n.ns.Do, "10.96.0.1:80", "10.0.0.1:8080"},
 		{n.ns.Do, "[fd00:96::1]:80", "[fd00::1]:8080"},

@@ -39,7 +39,7 @@ func (s *dnsServer) serve(c *net.UDPConn) {
 		if err != nil {
 			return
 		}
-		time.Sleep(time.Duration(rand.IntN(3)) * time.Millisecond) // some questions are pending
+		time.Sleep(time.Duration(rand.IntN(3)) * time.Millisecond) // so that some questions are pending
 		var m dnsmessage.Message
 		if s.gone.Load() || m.Unpack(buffer[:length]) != nil || len(m.Questions) != 1 {
 			continue

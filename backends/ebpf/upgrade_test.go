@@ -75,7 +75,7 @@ func testForeignFiles(t *testing.T) {
 	storage := func(m *ebpf.MapSpec) bool { return m.Type == ebpf.SkStorage }
 	otherValue := withMap(func(m *ebpf.MapSpec) {
 		if storage(m) {
-			return // its spin lock needs the type of the value
+			return // a value with a spin lock must keep its type
 		}
 		untyped(m)
 		m.ValueSize += 8

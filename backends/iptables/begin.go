@@ -123,7 +123,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		t.sure[e.set]++
 	}
 	for name := range inSources {
-		t.changedSources[name] = true // prune destroys the sets that no service needs
+		t.changedSources[name] = true // so that prune destroys the set if no service needs it
 	}
 	for id, rules := range saved.chains {
 		t.inKernel[id] = digest(rules)

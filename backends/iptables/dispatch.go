@@ -64,7 +64,7 @@ func rank(suffix string) int {
 	case len(suffix) == 1+hashLen:
 		return ranks[suffix[0]]
 	}
-	return 0 // the skeleton
+	return 0 // a chain of the skeleton
 }
 
 const lastRank = 9

@@ -333,7 +333,7 @@ func TestEqualSourceRangesAreShared(t *testing.T) {
 		}
 		check := func(what string, want int) {
 			t.Helper()
-			if err := b.rulesets[0].checkLoss(t.Context()); err != nil { // it destroys sets that were in use
+			if err := b.rulesets[0].checkLoss(t.Context()); err != nil { // also destroys unused sets
 				t.Fatal(err)
 			}
 			deadline := time.Now().Add(20 * time.Second)
@@ -600,7 +600,7 @@ func TestLargeServiceIsWrittenLast(t *testing.T) {
 }
 
 // In flavour nft, a large service is written in several transactions. After each of them,
-// no chain leads to a chain that has no rules yet or no rules any more.
+// every chain to which a rule leads has its rules.
 func TestTransactionsOfLargeServicesAreConsistent(t *testing.T) {
 	b := start(t, netnstest.New(t), variant{flavourNFT, false})
 	mustSync(t, b, pass())

@@ -182,7 +182,7 @@ func objects(tb testing.TB, ns *netnstest.Namespace, flavour flavour) (all []str
 			rule = sharedComment.ReplaceAllString(rule, "$1")
 			chains[table+" "+name] += rule + "\n"
 		case line != "" && line != "COMMIT":
-			all = append(all, line) // of a set
+			all = append(all, line) // a line about a set
 		}
 	}
 	for name, rules := range chains {

@@ -171,7 +171,7 @@ func TestRestartWritesNothing(t *testing.T) {
 }
 
 func TestDriftIsRepaired(t *testing.T) {
-	t.Parallel() // with TestLockHeldForHalfAMinute
+	t.Parallel() // runs beside TestLockHeldForHalfAMinute
 	for what, command := range map[string]string{
 		"flush by hand":                     "iptables -t nat -F",
 		"flush of filter by hand":           "ip6tables -F",

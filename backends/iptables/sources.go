@@ -26,7 +26,7 @@ import (
 // with an equal list share one set or, without sets, one chain of table mangle. The content
 // of a list never changes: a frontend whose sources change gets another list.
 type sourceList struct {
-	name string // of the set or of the chain
+	name string // the name of the set or of the chain
 	// content has the elements of the set in the order of their texts or, without sets, the
 	// rules of the chain. Each line has one element or rule.
 	content string

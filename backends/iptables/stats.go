@@ -111,7 +111,7 @@ func (r *runner) readChains(ctx context.Context, chains map[string]counted) (map
 					continue
 				}
 				n := netfilter.Attribute(netfilter.Attribute(e, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS)
-				counts[name] = binary.BigEndian.Uint64(n) // the last rule of the chain counts
+				counts[name] = binary.BigEndian.Uint64(n) // the last rule of the chain has the counter
 			}
 		})
 		// A chain of one or two rules is one message, so an interruption does not matter. The

@@ -104,7 +104,7 @@ func (d *dataplane) Apply(_ context.Context, ops []op) error {
 	var set []*setFrontend
 	var remove, add []element
 	edits := map[types.NamespacedName]*sourcelists.Change{}
-	madeLocal := map[netip.Addr]bool{} // by this call
+	madeLocal := map[netip.Addr]bool{} // addresses that this call has made local
 	for i := range ops {
 		o := &ops[i]
 		if list := d.edits[o.Service]; list != nil {
@@ -193,7 +193,7 @@ func (d *dataplane) Apply(_ context.Context, ops []op) error {
 		return err
 	}
 	if d.plans == nil && len(d.failed) > 0 {
-		return d.failed.Err() // a Verify has no services that fail
+		return d.failed.Err() // nil in a Verify, which has no failed services
 	}
 	if len(failed) > 0 {
 		return &failed

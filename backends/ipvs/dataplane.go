@@ -198,7 +198,7 @@ func (d *dataplane) read(ctx context.Context, readElements func(context.Context)
 		}
 		f := newFrontend(id, s)
 		if old := d.servers[id]; old != nil && slices.Equal(f.endpoints, old.endpoints) {
-			f.endpoints = old.endpoints // frontends share it
+			f.endpoints = old.endpoints // frontends share the slice
 			if slices.Equal(f.weights, old.weights) {
 				f.weights = old.weights
 			}

@@ -104,7 +104,7 @@ func TestTableExistsOnlyWhileServicesNeedIt(t *testing.T) {
 func TestTableOfEarlierProcessIsDeleted(t *testing.T) {
 	n, _ := newMemoryNode(t, netnstest.New(t))
 	n.mustPass(affine())
-	if err := n.rest.stop(t.Context()); err != nil { // as a new process begins
+	if err := n.rest.stop(t.Context()); err != nil { // as in a new process
 		t.Fatal(err)
 	}
 	n.mustServe("stopped", false, true)
@@ -298,7 +298,7 @@ func TestServersStayUntilTheirConnectionsEnd(t *testing.T) {
 			if !test.stays {
 				return
 			}
-			n.mustPass() // as a new process
+			n.mustPass() // the first pass of a new process
 			if test.protocol == api.UDP {
 				return // a new process does not know that the service has moved
 			}

@@ -27,7 +27,7 @@ func (d *dataplane) findLists() {
 		switch e.set.kind {
 		case restricted:
 			of := list{binary.NativeEndian.Uint32([]byte(e.value)), e.set.family}
-			lists[of] = append(lists[of], nil...) // the list may have no ranges
+			lists[of] = append(lists[of], nil...) // adds the list even if it has no ranges
 		case sources:
 			r, _ := sourcelists.ParseKey([]byte(e.key))
 			of := list{r.List, e.set.family}
@@ -91,7 +91,7 @@ func (t *table) oldSources(ctx context.Context, l *nft.Listing, family api.Famil
 	frontendsID, rangesID := setID{restricted, family}, setID{sources, family}
 	frontends, ok := l.Sets[frontendsID.name()]
 	if !ok || frontends.Flags&unix.NFT_SET_MAP != 0 || l.Sets[rangesID.name()].Flags&unix.NFT_SET_INTERVAL == 0 {
-		return nil, nil // not of that version
+		return nil, nil // the table is not of that version
 	}
 	all := map[element]bool{}
 	numbers := map[string]uint32{} // by frontend

@@ -83,7 +83,7 @@ func TestTableOfSourceRanges(t *testing.T) {
 		n, _ = newMemoryNode(t, ns)
 		d = n.dataplane
 		d.conn = servers
-		d.table.maxElements = 1000 // several transactions
+		d.table.maxElements = 1000 // so that there are several transactions
 		if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
 			t.Fatal(err)
 		}

@@ -104,7 +104,7 @@ func (t *table) prepared(ctx context.Context, p *pass, err error) {
 func (ps *pass) replay() {
 	for _, c := range ps.journal.since(0) {
 		if ps.onDemand && c.m.readOnDemand() {
-			continue // it is read later
+			continue // the pass reads this element later
 		}
 		s := ps.snapshots[c.m]
 		if old, ok := s.remove(&c.elementID); ok {

@@ -37,8 +37,9 @@ type class struct {
 	// timeout is how long the kernel remembers the endpoint of a client, see timeoutOf, or 0
 	// if the lists have no session affinity.
 	timeout uint16
-	// choosesSlot is true for the chain that chooses a slot for the classes with numbers of
-	// this family, size and algorithm. This chain has no number.
+	// choosesSlot is true for a chain that several classes with numbers use to choose a
+	// slot. These classes have the same family, size and algorithm. This chain has no
+	// number.
 	choosesSlot bool
 }
 

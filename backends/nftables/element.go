@@ -289,7 +289,7 @@ func decodeVerdict(verdict []byte, names map[string]string) string {
 		names[string(b)] = chain
 	}
 	if code != unix.NFT_GOTO {
-		return fmt.Sprintf("verdict %d %s", code, chain) // of another program
+		return fmt.Sprintf("verdict %d %s", code, chain) // a verdict of another program
 	}
 	return chain
 }

@@ -607,7 +607,7 @@ func testDriftAmongConstantChanges(t *testing.T, busyNeighbors bool) {
 	runNFT(t, ns, "delete element inet kpng cluster-ips4 { 10.96.0.1 }\nadd element inet kpng cluster-ips4 { 10.99.0.1 }\n", "-f", "-")
 	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
-	for i := 0; i < 10_000; time.Sleep(time.Millisecond) { // a map is read meanwhile
+	for i := 0; i < 10_000; time.Sleep(time.Millisecond) { // so that a map can be read meanwhile
 		i++
 		if busyNeighbors {
 			runNFT(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")

@@ -79,7 +79,7 @@ func TestFilteringDoesNotDependOnOtherNATChains(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := newPacketWorld(t)
-			w.client.Add(t, "eth0", "10.96.7.7/32") // the packets that the service CIDR must stop would get an answer
+			w.client.Add(t, "eth0", "10.96.7.7/32") // answers packets that are not stopped
 			w.client.Add(t, "eth0", "fd00::7/128")
 			serve(t, w.client, "outside")
 			if test.older {

@@ -484,7 +484,7 @@ func (t *table) changeList(p *patch, old, next *list) {
 			t.pass.claimFor(o)
 		}
 	}
-	var a, b list // old and next, without elements if nil
+	var a, b list // copies of old and next, empty if these are nil
 	if old != nil {
 		a = *old
 	}
@@ -535,7 +535,7 @@ func (t *table) changeList(p *patch, old, next *list) {
 			change(any.slotID(slot), from != 0, to != 0, any.slotValue(from), any.slotValue(to))
 		}
 	}
-	numbers := map[uint32][2]record{} // before and after
+	numbers := map[uint32][2]record{} // the records of a number before and after
 	for _, r := range removed {
 		numbers[r.number()] = [2]record{r, ""}
 	}

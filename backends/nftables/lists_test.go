@@ -141,8 +141,8 @@ func TestAnEndpointChangesFewElements(t *testing.T) {
 	}{
 		"an endpoint is added":                       {from: 5, to: 6, want: [2]int{1, 0}},
 		"the last endpoint is removed":               {from: 6, to: 5, want: [2]int{0, 1}},
-		"the class changes, too":                     {from: 4, to: 5, want: [2]int{3, 1}}, // with the new element of the class
-		"all endpoints are lost":                     {from: 1, to: 0, want: [2]int{2, 2}}, // the same
+		"the class changes, too":                     {from: 4, to: 5, want: [2]int{3, 1}}, // including the new element of the class
+		"all endpoints are lost":                     {from: 1, to: 0, want: [2]int{2, 2}}, // the class changes here, too
 		"an endpoint with session affinity is added": {edit: affine, from: 5, to: 6, want: [2]int{3 * 2, 0}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -101,7 +101,7 @@ const (
 type numbers struct {
 	// used has the numbers that cannot be assigned.
 	used map[listNumber]use
-	most shrink.Size // of used
+	most shrink.Size // the size of the map used, see shrink.Map
 	// last has the number that was assigned last, by family and range.
 	last map[api.Family]map[*numberRange]uint32
 }

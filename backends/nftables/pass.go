@@ -265,7 +265,7 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	if !failed {
 		t.numbers.endPass()
 	}
-	t.staleClients = true // clients of lists that another process removed
+	t.staleClients = true // there may be clients of lists that another process removed
 	var stale part
 	var ops []op
 	removed := 0

@@ -411,7 +411,7 @@ func TestDriftOfALargeTable(t *testing.T) {
 						next := e
 						switch edit {
 						case "added":
-							next.key[1] ^= 1 // of another list
+							next.key[1] ^= 1 // an element of another list
 						default:
 							writeElements(w, unix.NFT_MSG_DELSETELEM, 0, e.ref())
 							next.data[0] ^= 1

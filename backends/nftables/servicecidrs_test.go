@@ -160,7 +160,7 @@ func TestServiceCIDRsAreWrittenAfterDrift(t *testing.T) {
 	checkServiceCIDRs(t, ns, "a repair", "10.96.0.0/16")
 
 	runNFT(t, ns, "", "delete", "table", "inet", "kpng")
-	f.set("10.97.0.0/16") // the kernel refuses it
+	f.set("10.97.0.0/16") // the kernel refuses this change
 	if err := b.Verify(t.Context()); err == nil {
 		t.Fatal("Verify requests no pass after the CIDRs could not be written")
 	}

@@ -44,7 +44,7 @@ func (ps *pass) findSources(l *sourcelists.Lists) {
 		lists := map[uint32][]netip.Prefix{}
 		for _, s := range allMatches {
 			for e := range ps.snapshots[mapID{kindRestricted, s, family}].all() {
-				lists[e.value.number()] = nil // it may have no ranges
+				lists[e.value.number()] = nil // the list may have no ranges
 			}
 		}
 		for e := range ps.snapshots[mapID{kind: kindSources, family: family}].all() {

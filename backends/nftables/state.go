@@ -33,7 +33,7 @@ type state struct {
 	// wanted has the use count of each element of a shared map: the number of services that
 	// need it.
 	wanted map[sharedID]int32
-	most   shrink.Size // of wanted
+	most   shrink.Size // the size of the map wanted, see shrink.Map
 	// held has the elements of shared maps that stay although no service needs them: those that
 	// the table had when the current pass began, because services later in the pass may need
 	// them. After a pass in which services failed, it has those that these services may need.

@@ -180,7 +180,7 @@ func (o *takeover) find(ctx context.Context, old *conn, seed uint32) (found []ta
 		}
 	})
 	if errors.Is(err, unix.ENOENT) {
-		err = nil // the old table was deleted
+		err = nil // no error, because the old table was deleted
 	}
 	return found, err
 }

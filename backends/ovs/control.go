@@ -41,7 +41,7 @@ func (d *dataplane) commitAndWait(ctx context.Context, messages []openflow.Messa
 	}
 	var err error
 	select {
-	case err = <-checked: // before the end of the bundle
+	case err = <-checked: // the answer came before the end of the bundle
 		if err == nil {
 			err = <-revalidation(ctx, d.opts.RunDir)
 		}

@@ -143,7 +143,7 @@ func (d *dataplane) close() error {
 	}
 	conn := d.conn
 	d.conn = nil
-	if err := conn.Close(); !errors.Is(err, net.ErrClosed) { // closed if it was lost
+	if err := conn.Close(); !errors.Is(err, net.ErrClosed) { // a lost connection is already closed
 		return err
 	}
 	return nil
@@ -328,7 +328,7 @@ func (d *dataplane) Apply(ctx context.Context, ops []op) error {
 		}
 	}
 	var bundle []openflow.Message
-	sent := 0 // operations
+	sent := 0 // the number of sent operations
 	send := func(end int, commit func(context.Context, []openflow.Message) error) error {
 		if len(bundle) > 0 {
 			err := commit(ctx, bundle)
@@ -475,7 +475,7 @@ func changeGroup(id uint32, present, wanted *group) (messages []openflow.Message
 		}
 	}
 	after := uint32(openflow.FirstBucket)
-	var added []openflow.Bucket // after this bucket
+	var added []openflow.Bucket // the buckets to insert after this bucket
 	for _, b := range all {
 		if present.buckets[b.ID] != b {
 			added = append(added, b)

@@ -29,7 +29,7 @@ var histories = flag.Int("histories", 10, "how many random `histories` to test")
 
 func TestHistories(t *testing.T) {
 	s := ovstest.New(t, netnstest.New(t).Start)
-	var unused []string // bridges
+	var unused []string // the unused bridges
 	made := 0
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		if len(unused) == 0 {

@@ -135,7 +135,7 @@ func withPorts(s *api.Service) {
 // dial connects from a pod and a port, if it is not 0.
 func (n *testNetwork) dial(from string, port int, network, to string) (net.Conn, error) {
 	d := net.Dialer{
-		Timeout: 30 * time.Second, // on a busy machine
+		Timeout: 30 * time.Second, // long enough for a busy machine
 		Control: func(_, _ string, c syscall.RawConn) (err error) {
 			controlErr := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEADDR, 1) })
 			return errors.Join(err, controlErr)

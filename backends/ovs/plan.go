@@ -211,7 +211,7 @@ func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
 		p.ranges[s] = id
 	}
 	if id == 0 {
-		return "" // drops
+		return "" // without actions, a flow drops packets
 	}
 	return openflow.Join(setRegister(listRegister, id), p.opts.resubmit(memberTable))
 }
@@ -336,7 +336,7 @@ func endpointFields(e netip.AddrPort) (port openflow.Bits, high, low uint64) {
 		binary.BigEndian.Uint64(a[:8]), binary.BigEndian.Uint64(a[8:])
 }
 
-// setEndpoint sets the registers that mean an endpoint. They are 0 before.
+// setEndpoint sets the registers that mean an endpoint. The registers must be 0 before.
 func setEndpoint(e netip.AddrPort) openflow.Actions {
 	port, high, low := endpointFields(e)
 	all := []openflow.Actions{openflow.SetRegister(flagsRegister, port)}
@@ -553,7 +553,7 @@ func (p *planner) forward(to netip.AddrPort) openflow.Actions {
 func (p *planner) reject(f api.Family) openflow.Actions {
 	a := addressOf(p.opts.MasqueradeAddresses, f)
 	if !a.IsValid() {
-		return "" // drops
+		return "" // without actions, a flow drops packets
 	}
 	return p.forward(netip.AddrPortFrom(a, refusingPort))
 }

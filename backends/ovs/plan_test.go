@@ -172,7 +172,7 @@ func TestEndpointsMoveLittle(t *testing.T) {
 // TestServicesNeverShareNumbers uses two services whose names have the same hash without a
 // key. If one loses its session affinity, the clients of the other keep their endpoints.
 func TestServicesNeverShareNumbers(t *testing.T) {
-	const evil = "swsnxumb" // FNV-32a of its namespace, name and port is that of "affine"
+	const evil = "swsnxumb" // has the same FNV-32a hash of namespace, name and port as "affine"
 	n := newNode(t)
 	victim := view("affine", "10.96.0.1", []string{"!10.244.1.1", "10.244.2.1"}, withAffinity)
 	n.mustPass(victim, view(evil, "10.96.0.66", []string{"10.244.2.9"}, withAffinity))

@@ -100,7 +100,7 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 					continue
 				}
 				if o.Old == nil {
-					add(frontend, frontend.AddrPort) // connections from before, which are not translated
+					add(frontend, frontend.AddrPort) // earlier untranslated connections
 				} else {
 					add(frontend, netip.AddrPort{})
 				}
@@ -287,7 +287,7 @@ const maxListed = 100_000
 // countConnections returns a high number.
 func countConnections(ctx context.Context, o *Options) int {
 	text, err := control(ctx, o.RunDir, "dpctl/ct-get-nconns")
-	if err != nil { // the connections are in the kernel
+	if err != nil { // the kernel datapath has the connections
 		var count []byte
 		count, err = os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_count")
 		text = string(count)

@@ -66,7 +66,7 @@ func (d *dataplane) countsBefore(ctx context.Context, ops []op) (listCounts, err
 		}
 	}
 	var ids []uint32
-	var lost [][]netip.AddrPort // by bucket of these groups, if its number is lost
+	var lost [][]netip.AddrPort // for each group, the endpoints of the buckets whose numbers are lost
 	for _, o := range ops {
 		id, ok := o.Key.(groupID)
 		if !ok || o.Old == nil || (*o.Old).(*group).foreign {
@@ -145,7 +145,7 @@ func (d *dataplane) recordPort(id uint32, port servicePort) {
 	c := &counter{}
 	if old := d.counters[id]; old != nil {
 		*c = *old
-	} else if g := d.groups[id]; g != nil { // it was there when the backend started
+	} else if g := d.groups[id]; g != nil { // the group existed when the backend started
 		c = g.counter()
 	}
 	c.servicePort = port

@@ -69,8 +69,8 @@ const (
 	listRegister    = 1 // the number of a list of endpoints or source ranges
 	serviceRegister = 2 // the number of the service
 	portRegister    = 3 // the protocol and the port of the service port
-	clientRegister  = 1 // of 64 bits: both
-	addressRegister = 1 // of 128 bits: the address of the endpoint that a client had before
+	clientRegister  = 1 // 64 bits: the two registers above
+	addressRegister = 1 // 128 bits: the address of the endpoint that a client had before
 )
 
 func flags(value uint32) (r [8]openflow.Bits) {

@@ -21,7 +21,7 @@ type descriptors struct {
 	waiting waitingAccounts
 }
 
-// newDescriptors returns the descriptors of a process that may use the given number.
+// newDescriptors returns the descriptors of a process that may use at most max descriptors.
 // Listeners may use three quarters of them, so that a quarter remains for connections.
 func newDescriptors(max int) *descriptors { return &descriptors{free: max, maxListeners: max / 4 * 3} }
 

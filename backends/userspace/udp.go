@@ -195,7 +195,7 @@ func (l *udpListener) makeClient(from, endpoint netip.AddrPort, r *rules, now ti
 	r.port.counters.connections.Add(1)
 	l.accepted.Add(1)
 	r.port.counters.active.Add(1)
-	c.counted = l.count(r.port, endpoint) // before l.mu is free, and so before the method end needs it
+	c.counted = l.count(r.port, endpoint) // set while l.mu is locked, because the method end reads it
 	l.running.Go(c.receive)
 	return c, nil
 }

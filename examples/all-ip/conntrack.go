@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// deleteFlows deletes the connection-tracking entries of the IPs in d.stale, except
-// the entries of the pods that d.pods has for the IP.
+// deleteFlows deletes connection-tracking entries of the IPs in d.stale. It keeps the
+// entries of pods that d.pods has for the IP, unless the value in d.stale is true.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
 // tracking keeps an entry as long as packets arrive, even if the pod was removed.

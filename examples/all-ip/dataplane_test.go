@@ -22,7 +22,7 @@ type node struct {
 	*netnstest.Namespace
 	reconcile.Reconciler
 	dataplane *dataplane
-	// calls returns the arguments of the calls of nft since the last call.
+	// calls returns the arguments with which nft has run since the last call of calls.
 	calls func() []string
 }
 

@@ -45,7 +45,7 @@ const (
 // balancer programs the frontends of a node.
 type balancer struct {
 	table   string
-	devices []string // on which packets arrive
+	devices []string // the devices on which packets arrive
 }
 
 // tables has the elements of a family. They are the arguments of table.nft from the fourth

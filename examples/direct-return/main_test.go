@@ -263,7 +263,7 @@ func testChanges(t *testing.T, l *lan, connections int) {
 	if ended == 0 || len(open) < connections/2 {
 		t.Error("want some connections to removed pods, and most to others")
 	}
-	for _, c := range open[:20] { // large packets fit into the tunnel
+	for _, c := range open[:20] { // checks that large packets fit into the tunnel
 		c.SetDeadline(time.Now().Add(10 * time.Second))
 		go io.WriteString(c, strings.Repeat("x", 1<<20))
 		if n, err := io.CopyN(io.Discard, c, 1<<20); err != nil {

@@ -354,7 +354,7 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 	answeredBy("service")
 	cache.start(t)
 	answeredBy("cache")
-	program.Process.Kill() // the redirection expires
+	program.Process.Kill() // then the redirection expires
 	<-ended
 	cache.kill()
 	answeredBy("service")

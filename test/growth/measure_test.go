@@ -55,7 +55,7 @@ type phase struct {
 // wait describes how long a change of the innocent service waits.
 type wait struct {
 	time time.Duration // from the write of the object until the dataplane has the change
-	cpu  time.Duration // of the proxy in that time, which depends less on other programs
+	cpu  time.Duration // the proxy's CPU time meanwhile, which depends less on other programs
 }
 
 // longer returns a wait with the maximum of each field.

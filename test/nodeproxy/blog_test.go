@@ -25,7 +25,7 @@ import (
 // must read from the kpng server, and not from the API server in $KUBECONFIG.
 func TestCommandsOfTheBlog(t *testing.T) {
 	w := newWorld(t)
-	plain := w.service("plain", corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}) // for kube-proxy
+	plain := w.service("plain", corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}) // only for kube-proxy
 	both := corev1.IPFamilyPolicyRequireDualStack
 	example, err := w.server.Client().CoreV1().Services(w.namespace).Create(t.Context(), &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: "kpng-example", Labels: map[string]string{watcher.LabelServiceProxyName: "kpng-example"}},
@@ -45,7 +45,7 @@ func TestCommandsOfTheBlog(t *testing.T) {
 	for _, pkg := range []string{"./cmd/kpng", "./examples/kpng-json", "./examples/kpng-callout"} {
 		w.check(os.Symlink(gotool.BuildOwn(t, pkg), filepath.Join(dir, filepath.Base(pkg))))
 	}
-	// Unlike on a terminal, jq would keep back its output until its input ends.
+	// If its output is no terminal, jq would buffer the output until its input ends.
 	jq, err := exec.LookPath("jq")
 	w.check(err)
 	w.check(os.WriteFile(filepath.Join(dir, "jq"), []byte("#!/bin/sh\nexec "+jq+" --unbuffered \"$@\"\n"), 0o755))

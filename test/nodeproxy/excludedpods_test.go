@@ -173,7 +173,7 @@ func TestPodsAndNamespacesOptOutOfEBPF(t *testing.T) {
 	w.run("ebpf", healthz, flags...)
 	want := all("ebpf")
 	want["labelled"], want["a static pod"], want["a pod that names another"] = "nftables", "nftables", "nftables"
-	for name, c := range pods { // from the first connection on
+	for name, c := range pods { // the exclusion applies from the first connection on
 		if got := w.handler(c); got != want[name] {
 			t.Errorf("handler of %s is %s, want %s", name, got, want[name])
 		}

@@ -84,7 +84,7 @@ func replaceKubeProxy(t *testing.T, mode string) {
 		{"kube-proxy", kubeProxy, []string{w.kpng, "wait", "kube-proxy"}, append(least, w.kpng, "cleanup", "nftables"), "kpng"},
 	} {
 		endOld := end
-		end = w.process(step.start) // the old one still has the ports
+		end = w.process(step.start) // the old process still has the ports
 		endOld()
 		sh(step.wait...)
 		moreRequests()

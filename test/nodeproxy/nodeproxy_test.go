@@ -63,7 +63,7 @@ type network struct {
 	kpng               string
 	source             []string // the command of kpng that reads services
 	privileges         []string // a command prefix that drops privileges, by default least
-	log                *buffer  // of the kpng that was started last
+	log                *buffer  // the log of the kpng that was started last
 }
 
 // buffer is a bytes.Buffer for several goroutines.

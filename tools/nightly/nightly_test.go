@@ -74,7 +74,7 @@ func TestStoppedRunContinues(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	go func() {
 		for {
-			if f, err := os.Open(started); err == nil { // until the second part runs
+			if f, err := os.Open(started); err == nil { // wait until the second part runs
 				f.Close()
 				break
 			}

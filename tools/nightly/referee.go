@@ -78,8 +78,8 @@ var rules = map[string]string{
 	"Source addresses": "source-address", "Session affinity": "session-affinity", "Existing connections": "existing-connections", "Health checks": "health-checks",
 }
 
-// issues has the issue or pull request of Kubernetes about a case that kube-proxy fails, for
-// the modes that the issue is about.
+// issues maps cases that kube-proxy fails to issues or pull requests of Kubernetes. The
+// field modes has the modes that an issue is about.
 var issues = []struct {
 	name, modes string
 	number      int

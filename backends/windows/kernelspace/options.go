@@ -34,9 +34,9 @@ type Options struct {
 	// the dataplane starts: the network plug-in may create it later.
 	Network string
 	// StateFile is a file that records which load balancers the dataplane created, because
-	// HNS stores no owner. Without a file, Cleanup removes no load balancers. Also, after a
-	// restart, the load balancers of services that were deleted meanwhile stay. Each
-	// instance needs a file of its own. Default: none.
+	// HNS stores no owner. Without a file, Cleanup removes no load balancers. Load
+	// balancers of services that were deleted while the dataplane did not run also stay.
+	// Each instance needs a file of its own. Default: none.
 	StateFile string
 
 	// EnableDSR enables direct server return for cluster IPs. The dataplane does not start if

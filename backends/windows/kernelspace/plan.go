@@ -107,7 +107,7 @@ type environment struct {
 	// nodeIPs are this node's addresses. The addresses preferred for tunnels come first.
 	nodeIPs []netip.Addr
 	network *hns.Network
-	tunnels tunnels // of the field network
+	tunnels tunnels // the tunnels of the field network
 	// maxBalancers limits the load balancers of a service.
 	maxBalancers int
 }

@@ -150,7 +150,7 @@ func (r *ruleset) frontend(view *api.View, f *nodeview.Frontend, nodeAddrs []net
 		}
 		if fault == DrainingToo {
 			for e := range f.Existing.All() {
-				if e.Scopes == (api.Scopes{}) { // it is draining
+				if e.Scopes == (api.Scopes{}) { // the endpoint is draining
 					traffic.Verdict = nodeview.Forward
 					traffic.Endpoints = append(slices.Clone(traffic.Endpoints), e)
 				}

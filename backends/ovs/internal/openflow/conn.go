@@ -138,7 +138,7 @@ func (c *Conn) read(r io.Reader) {
 			}
 			select {
 			case c.in <- m:
-			case <-time.After(patience): // no request waits for it
+			case <-time.After(patience): // no request waits for the message
 			}
 		}
 	}
@@ -149,7 +149,7 @@ func (c *Conn) noteChanges(b []byte) {
 	const (
 		header, fixed = 8, 24 // the sizes of the header of the message, and of an entry
 		abbreviated   = 4     // this connection has changed flows
-		paused        = 5     // the switch has stopped to report changes, or (6) starts again
+		paused        = 5     // the switch pauses its reports of changes; 6 means that it resumes them
 	)
 	for b = b[min(header, len(b)):]; len(b) >= 4; {
 		kind := binary.BigEndian.Uint16(b[2:])

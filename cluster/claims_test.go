@@ -384,9 +384,9 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// TestContestedClaimsCostTheSame compares the time of changes of a claim for which few
-// services compete with that of a claim for which many compete. Other programs may
-// disturb some of the measurements.
+// TestContestedClaimsCostTheSame compares the times to change a claim for which few
+// services compete, and one for which many services compete. Other programs may disturb
+// some of the measurements.
 func TestContestedClaimsCostTheSame(t *testing.T) {
 	for _, test := range []struct {
 		name   string

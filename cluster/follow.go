@@ -36,7 +36,7 @@ func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes i
 		states := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(next.States)
 		delta := cursor.Until(states)
 		f(next, func(yield func(Change) bool) {
-			if delta.Full() && last.States != nil { // the store has forgotten deletions
+			if delta.Full() && last.States != nil { // the store may no longer have the deletions since last
 				for key, old := range last.States.All() {
 					if _, ok := next.States.Get(key); !ok && !yield(Change{Key: key, Old: old}) {
 						return
@@ -106,7 +106,7 @@ func Merge(ctx context.Context, out *State, merge func(key types.NamespacedName,
 					}
 					reasons := (*revstore.Snapshot[types.NamespacedName, string])(next.Refused)
 					delta := refused.Until(reasons)
-					if delta.Full() && last != nil { // the store has forgotten deletions
+					if delta.Full() && last != nil { // the store may no longer have the deletions since last
 						for key := range last.Refused.All() {
 							tx.s.setMerged(key, reasonsFor(key, in))
 						}

@@ -683,8 +683,8 @@ func TestViewAllocatesOnlyItsResult(t *testing.T) {
 	}
 }
 
-// TestManyEndpoints has more endpoints, ports and lost claims than linear searches and the
-// buffers of View are for.
+// TestManyEndpoints has so many endpoints, ports and lost claims that View does not use
+// linear searches, and that its buffers are too small.
 func TestManyEndpoints(t *testing.T) {
 	const endpoints, ports = 40, 80
 	state := manyPorts(ports, endpoints)

@@ -317,7 +317,7 @@ func (p *player) deliver(ctx context.Context, c sink.Changes, names []string) er
 		if !errors.Is(err, sink.ErrStartOver) && !(c.First && p.unlisted) {
 			return err
 		}
-		for _, name := range names { // may be half applied
+		for _, name := range names { // these services may be half applied
 			delete(p.acked, name)
 			p.pending[name] = true
 		}

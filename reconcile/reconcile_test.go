@@ -80,7 +80,8 @@ func TestServicesSwapObjectsInOnePart(t *testing.T) {
 	}
 }
 
-// A Cleanup that fails says so, and may be repeated. A pass after it writes all objects.
+// A Cleanup that fails returns an error, and may be repeated. A pass after it writes
+// all objects.
 func TestCleanupFails(t *testing.T) {
 	w := newWorld(t)
 	w.must(w.sync(pass, w.view("a", "k=1")))

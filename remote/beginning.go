@@ -93,9 +93,10 @@ func newBeginnings(v *views) *beginnings {
 	return &beginnings{views: v, turns: semaphore.NewWeighted(maxTurns)}
 }
 
-// turn waits until the client may begin. Clients of a peer, and the first clients of all
-// peers, begin in the order of their calls. While it waits, it calls notify from time to
-// time. The caller calls end when the client has its first answer.
+// turn waits until the client may begin. The clients of a peer wait in a queue, in the
+// order of their calls. The first clients of all peers wait in a common queue. While it
+// waits, it calls notify from time to time. The caller calls end when the client has
+// its first answer.
 func (b *beginnings) turn(ctx context.Context, ofPeer *semaphore.Weighted, notify func() error) (end func(), err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

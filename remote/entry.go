@@ -18,8 +18,8 @@ type entry struct {
 	view *api.View
 	// The server's keys for view.Endpoints, followed by its keys for view.Draining.
 	keys []string
-	// The view that readers get: the server's view or, if refused is not empty, the last view
-	// that was not refused. It is nil if there is none.
+	// The view that readers get. It is the server's view or, if refused is not empty, the
+	// last view that the client accepted. It is nil if there is none.
 	shown *api.View
 	// Why the client refuses the server's view, or empty.
 	refused string

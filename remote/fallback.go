@@ -31,9 +31,10 @@ type Fallback struct {
 
 const defaultFallbackAfter = time.Minute
 
-// A client that falls back is a client of a server in its own process. So it continues
-// with this server, and later with another one, as with any server: by digests. Its views
-// stay until the first answer is complete, and only the differences reach the sinks.
+// A client that falls back is a client of a server in its own process. So it moves to
+// this server, and later to another server, in the same way as between other servers:
+// it sends digests. Its views stay until the first answer is complete, and only the
+// differences reach the sinks.
 
 var (
 	errNoServer   = errors.New("no server answers")

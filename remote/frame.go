@@ -111,8 +111,7 @@ func (c rawCodec) Marshal(v any) (mem.BufferSlice, error) {
 	return c.CodecV2.Marshal(v)
 }
 
-// withLocal returns the encoding of an endpoint with the field Local. The argument is the
-// encoding without it.
+// withLocal adds the field Local to the encoding of an endpoint.
 func withLocal(endpoint []byte) []byte {
 	at := 0
 	for at < len(endpoint) {

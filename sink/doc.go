@@ -52,9 +52,9 @@
 //
 // If some services fail, Sync returns a [*Failed], which names them. The driver retries
 // each of these services with its own backoff: after 100 ms, then after twice the last
-// wait, up to 30 s. A random time of at most a tenth is added to each wait. When a failed
-// service changes, the driver delivers it immediately, because the change may remove the
-// cause.
+// wait, up to 30 s. A random time of at most a tenth of the wait is added to each wait.
+// When a failed service changes, the driver delivers it immediately, because the change
+// may remove the cause.
 //
 // If Sync returns another error or panics, nothing is acknowledged. The driver delivers
 // the same services once more. If that Sync fails too, the driver halves the batch

@@ -11,7 +11,8 @@ import (
 // nodeState is the Node as the sink knows it.
 type nodeState struct {
 	acked *api.Node // the Node that the sink last acknowledged
-	// pending: the Node has changed since then. since: the last revision before this change.
+	// pending: the source has a changed Node, which the sink has not acknowledged. since:
+	// the last revision before this change.
 	pending bool
 	since   uint64
 	// unsure: a Sync with another Node than acked failed, so the sink may have that Node.

@@ -22,7 +22,7 @@ type Status struct {
 	// failing service keeps Revision from increasing. During a pass, Revision is 0.
 	Revision uint64
 	// Passes counts complete passes, and Syncs counts acknowledged Syncs. Both include
-	// passes and Syncs in which some services failed, but not all.
+	// passes and Syncs in which some of the services failed.
 	Passes, Syncs uint64
 	// LastPass is the end of the last complete pass, and LastSync the end of the last
 	// acknowledged Sync. Each of these times is zero if there was none.

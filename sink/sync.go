@@ -212,8 +212,8 @@ func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 }
 
 // addLarge makes b a batch of one large service, if one is due. While other services or
-// batches of a pass are due, too, every second Sync delivers them. So every service
-// waits for at most one large service, and each large service gets its turn.
+// a batch of the pass are also due, every second Sync delivers these instead. So every
+// service waits for at most one large service, and each large service gets its turn.
 func (d *Driver) addLarge(u *updates.Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueLarge(now)

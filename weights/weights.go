@@ -38,7 +38,7 @@ const closedPort = 1
 // address of the node, at port 1, and the kernel refuses them. If the node is nil or
 // has no address of the family, the other backends get the share.
 //
-// A share differs from the exact share by at most 1 % of the latter. The difference may
+// A share differs from its exact value by at most 1 % of this value. The difference may
 // be larger if a backend has so many endpoints and such a small share that its
 // endpoints would need less than 1/65535 of the weight of other endpoints.
 func Divide(service types.NamespacedName, port *api.PortMapping, backends []Backend, node *api.Node) (all []*api.EndpointSlice) {

@@ -106,7 +106,7 @@ func TestRefusedServicesBecomeEvents(t *testing.T) {
 	}
 }
 
-// TestEventsOfObservers checks that an observer that counts metrics writes Events, too.
+// TestEventsOfObservers checks that observers of metrics also write Events.
 func TestEventsOfObservers(t *testing.T) {
 	counted, err := metrics.New(prometheus.NewRegistry(), metrics.Options{})
 	if err != nil {

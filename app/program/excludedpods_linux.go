@@ -111,9 +111,9 @@ func (e *excludedPods) reduce(obj any) (any, error) {
 	return &excludable{metav1.ObjectMeta{Namespace: o.Namespace, Name: o.Name, UID: uidOnNode(o)}, e.selector.Matches(labels.Set(o.Labels))}, nil
 }
 
-// mirrored is the annotation with which kubelet marks the mirror pod of a static pod. Its
-// value is the UID of the static pod on the node. kubelet makes this UID of the pod's
-// definition, so it has the form of a hash.
+// mirrored is the annotation with which kubelet marks the mirror pod of a static pod.
+// Its value is the UID of the static pod on the node. kubelet computes this UID as a
+// hash of the pod's definition.
 const mirrored = "kubernetes.io/config.mirror"
 
 var hash = regexp.MustCompile(`^[0-9a-f]{32}$`)

@@ -25,8 +25,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// leftover describes rules or devices in the kernel that another service proxy has left.
-// They may handle connections to services before the rules of this backend do.
+// leftover describes rules or devices in the kernel that another service proxy has
+// left. They may handle connections to services before the rules of this backend.
 type leftover struct {
 	what, remove string
 	// by is the backend of kpng that has left them. For kube-proxy, it is zero.

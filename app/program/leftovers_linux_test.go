@@ -24,7 +24,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// searching returns a search of a backend with these flags, which does not run yet.
+// searching returns the leftovers of a backend with these flags. Their search does not
+// run yet.
 func searching(t *testing.T, backend string, flags ...string) *leftovers {
 	t.Helper()
 	l := newLeftovers(backend)

@@ -28,7 +28,7 @@ import (
 func withReports(b *command.Backend, l *leftovers) *command.Backend {
 	flags, create := b.Flags, b.Make
 	var flagSet *pflag.FlagSet
-	search := false // without flags, the backend is only inspected or tested
+	search := false // false without flags: then the backend is only inspected or tested
 	b.Flags = func(fs *pflag.FlagSet) {
 		flagSet = fs
 		if flags != nil {

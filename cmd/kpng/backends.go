@@ -89,8 +89,8 @@ func addConfig(cmd *cobra.Command, source *command.Source) {
 	}
 }
 
-// tryFlag returns an error if the backend with this name accepts the given flags, but not
-// the given flags together with another one.
+// tryFlag returns an error if the backend with this name accepts the given flags, but
+// not together with the additional flag.
 func tryFlag(name string, given *pflag.FlagSet, flag, value string) error {
 	fs, configure := unusedBackend(name)
 	if fs.Lookup(flag) == nil {

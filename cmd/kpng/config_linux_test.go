@@ -304,8 +304,8 @@ showHiddenMetricsForVersion: ""
 winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", rootHnsEndpointName: "", sourceVip: ""}
 `
 
-// kube-proxy's defaults, and the files that distributions ship, are accepted by each
-// backend, or refused with the name of a field.
+// Each backend accepts kube-proxy's defaults and the files that distributions ship, or
+// its error names a field.
 func TestEachBackendAcceptsFilesOfKubeProxy(t *testing.T) {
 	texts := map[string]string{}
 	for _, mode := range []string{"iptables", "ipvs", "nftables"} {

@@ -115,7 +115,7 @@ type answer struct {
 
 // additions are the fields that an answer adds to the JSON form of an explanation.
 type additions struct {
-	// Refused says why the service is refused, or a part of it.
+	// Refused says why the service, or a part of it, is refused.
 	Refused string `json:",omitempty"`
 	// Ignored are the traffic parameters of the service that the backend ignores.
 	Ignored nodeview.Parameters `json:",omitzero"`

@@ -20,9 +20,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// queue has the destinations whose flows the next pass checks. Sync queues destinations in
-// groups that share their verdict. So a change of endpoints takes no time for the
-// addresses of a service.
+// queue has the destinations whose flows the next pass checks. Sync queues destinations
+// in groups that share their verdict. So the time for a change of endpoints does not
+// depend on the number of the service's addresses.
 type queue struct {
 	mu sync.Mutex
 	// udp has all UDP destinations. tcp has only queued groups, because TCP connections

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package explain implements the public package explain. Commands also use questions
-// without their answers, and the services of a client that has only views.
+// Package explain implements the public package explain. Commands of kpng also use
+// parts that are not public: questions without their answers, and explanations for a
+// client that has only views.
 package explain
 
 import (

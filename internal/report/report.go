@@ -76,7 +76,7 @@ type Sink struct {
 
 // Failure is the failure of a service in a sink.
 type Failure struct {
-	Sink      string    `json:"sink,omitempty"` // the name of the sink, in the object of one service
+	Sink      string    `json:"sink,omitempty"` // the name of the sink; only in the report about one service
 	Service   string    `json:"service"`        // namespace/name
 	Error     string    `json:"error"`          // the error, at most 4 KB
 	Failures  int       `json:"failures"`       // failures in a row

@@ -29,7 +29,7 @@ func updateOf(t *testing.T, state *cluster.State) *updates.Update {
 	return u
 }
 
-// crowded returns a handler with many services, of which some fail in two sinks.
+// crowded returns a handler with many services. Some of them fail in two sinks.
 func crowded(services, failing int, name func(i int) string) *statuspage.Handler {
 	state := cluster.New(cluster.Options{})
 	var list []sink.FailingService

@@ -31,7 +31,7 @@ import (
 
 const here = "worker-1"
 
-// write writes a service with endpoints, of which the first is on the node here.
+// write writes a service with endpoints. The first endpoint is on the node "here".
 func write(tx *cluster.Tx, namespace, name string, i, endpoints int) {
 	svc := sinktest.Service(namespace+"/"+name, fmt.Sprintf("10.%d.%d.%d http=80>8080", i>>16, i>>8&255, i&255))
 	words := ""

@@ -43,8 +43,9 @@ func (h *Handler) trafficOfPage(ctx context.Context, isFirst, isLast bool) (map[
 	return all, nil
 }
 
-// traffic returns the traffic of the selected services by service port or, if byEndpoint, by
-// service port and endpoint, in this order.
+// traffic returns the traffic of each port of the selected services, sorted by port. If
+// byEndpoint is true, it returns the traffic of each endpoint of each port, sorted by
+// port and endpoint.
 func (h *Handler) traffic(ctx context.Context, byEndpoint bool, selected func(types.NamespacedName) bool) (map[types.NamespacedName][]report.Traffic, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()

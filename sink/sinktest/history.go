@@ -170,8 +170,9 @@ func (h *history) step() {
 	}
 }
 
-// settle lets the sink succeed with everything, and compares its dataplane with that of a
-// sink that got the present services in one pass.
+// settle delivers without failures until the sink has acknowledged everything. Then it
+// compares the sink's dataplane with that of a sink that got the present services in
+// one pass.
 func (h *history) settle() {
 	const most = 10 // passes; some end early because the node changes
 	for verified := false; !verified; verified = h.ledger.begun {

@@ -59,7 +59,8 @@ func frontendsOf(s *api.ServiceState) (n int) {
 	return n
 }
 
-// manyAddresses returns a service with numbers of load-balancer IPs and source ranges.
+// manyAddresses returns a service with addrs load-balancer IPs and ranges source
+// ranges.
 func manyAddresses(addrs, ranges int) *api.ServiceState {
 	svc := &api.Service{Namespace: "default", Name: "web", Type: api.LoadBalancer, IPFamilies: []api.Family{api.IPv4}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}}}
 	for i := range addrs {

@@ -129,7 +129,8 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	fmt.Fprintf(os.Stderr, "node %s: %v\n", n.Name, err)
 }
 
-// watch sends a request with the token and the digests, and after each answer a request without a token.
+// watch sends a request with the token and the digests. After each answer, it sends a
+// request without a token.
 func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool, have *localv1.Digests, rounds *crowdRounds) error {
 	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
 	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))

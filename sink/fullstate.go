@@ -127,8 +127,8 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 type state struct {
 	views []*api.View // sorted by key
 	// The owners of all claims of the views. It is nil as long as each Sync has delivered
-	// a whole update of the source. Then no two views have the same claim, because no two
-	// views of the source have.
+	// a whole update of the source. Then no two views have the same claim, because this
+	// is true in the source.
 	owners claimOwners
 }
 

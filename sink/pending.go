@@ -25,7 +25,7 @@ type unacked struct {
 	key types.NamespacedName
 	// The view last acknowledged since the pass began, if any.
 	old updates.View
-	// The old or the new view is large, so the service gets a Sync of its own.
+	// True if the old or the new view is large. Then the service gets a Sync of its own.
 	large  bool
 	reason reason
 	// The value of Change.Unsure in the next delivery.

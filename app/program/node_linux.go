@@ -125,7 +125,7 @@ func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Par
 // init implements command.Backend.Init.
 func (f *nodeFlags) init(ctx context.Context) error { return f.applySysctls(ctx) }
 
-// applySysctls applies the kernel settings that all backends need, and more settings.
+// applySysctls applies the kernel settings that all backends need, and those in more.
 // It returns an error if settings remain wrong. First, it makes the kernel load
 // connection tracking, because some of the settings exist only then.
 func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) error {

@@ -13,8 +13,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// TestFirstLogLineNamesTheSource runs commands that log something, because the source has
-// a field that they do not know, or a configuration file has a setting that they ignore.
+// TestFirstLogLineNamesTheSource runs commands that log something: the source has an
+// unknown field, or a configuration file has a setting that the command ignores.
 func TestFirstLogLineNamesTheSource(t *testing.T) {
 	dir := t.TempDir()
 	manifests, config := filepath.Join(dir, "state.yaml"), filepath.Join(dir, "config.conf")

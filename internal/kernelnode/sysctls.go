@@ -13,8 +13,8 @@ import (
 	"github.com/kpng-project/kpng/internal/sysctl"
 )
 
-// ApplySysctls checks or sets the kernel settings that make this node forward packets, and
-// more settings, as o.Sysctls says.
+// ApplySysctls checks or sets the kernel settings that make this node forward packets,
+// and the settings in more. The field o.Sysctls selects between checking and setting.
 func ApplySysctls(ctx context.Context, o *backends.Options, more ...sysctl.Setting) error {
 	if o.Sysctls == backends.IgnoreSysctls {
 		return nil

@@ -96,8 +96,8 @@ type Options struct {
 
 	// MasqueradeMark is exactly one bit of the packet mark. The dataplane sets this bit in
 	// the first packet of each connection that it masquerades, and clears it at hook
-	// postrouting. It must be neither 0x4000, which kube-proxy uses, nor a bit that affects
-	// routing. Several instances may use the same bit. Default: 0x2000.
+	// postrouting. MasqueradeMark must be neither 0x4000, which kube-proxy uses, nor a bit
+	// that affects routing. Several instances may use the same bit. Default: 0x2000.
 	MasqueradeMark uint32
 	// MasqueradeAll masquerades all connections to cluster IPs. Default: false.
 	MasqueradeAll bool

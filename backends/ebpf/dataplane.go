@@ -24,7 +24,7 @@ import (
 // dataplane plans, lists and changes the elements of the maps that the programs read, for
 // package reconcile. Its objects are the elements of the maps frontends and client_counts.
 // The elements of slots and members are added and deleted together with the frontends that
-// need them. It is not safe for concurrent use.
+// need them. A dataplane is not safe for concurrent use.
 type dataplane struct {
 	planner
 	frontends table[frontendKey, list]

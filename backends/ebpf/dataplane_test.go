@@ -378,7 +378,7 @@ func TestPanicFailsOneService(t *testing.T) {
 
 // TestPruneKeepsFrontendsOfFailingServices makes passes that do not deliver a failing
 // service. Its frontends must stay. After a restart, all frontends without an owner may
-// belong to this service. They must stay until the service is delivered.
+// belong to this service. These frontends must stay until the service is delivered.
 func TestPruneKeepsFrontendsOfFailingServices(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	ctx := t.Context()

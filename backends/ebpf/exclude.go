@@ -99,9 +99,9 @@ func (e *exclusions) podCgroups(log klog.Logger, root string, pods []types.UID) 
 // defines how many cgroups are above them.
 const maxKubepodsLevel = 4
 
-// findKubepods returns the directories of kubelet's cgroups for pods below root. Their name is
-// "kubepods" with the driver cgroupfs, and "kubepods.slice" or "kubelet-kubepods.slice", for
-// example, with the driver systemd. It does not search cgroups of pods.
+// findKubepods returns the directories of kubelet's cgroups for pods below root. Their name
+// is "kubepods" with the driver cgroupfs, and "kubepods.slice" or "kubelet-kubepods.slice",
+// for example, with the driver systemd. findKubepods does not search cgroups of pods.
 func findKubepods(root string) []string {
 	var dirs []string
 	top := strings.Count(filepath.Clean(root), "/")

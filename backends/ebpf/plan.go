@@ -41,7 +41,7 @@ func (a address) addrPort() netip.AddrPort {
 func (a address) String() string { return a.addrPort().String() }
 
 // frontendKey is an address and a port. A node port has no address, and NodePort is its
-// family, 4 or 6. It applies to all addresses of this family in the map node_ips.
+// family, 4 or 6. A node port applies to all addresses of its family in the map node_ips.
 type frontendKey struct {
 	IP       [16]byte
 	Port     [2]byte

@@ -1031,8 +1031,8 @@ func TestEditRepeatedDuringPass(t *testing.T) {
 	})
 }
 
-// startBesideOthers starts a backend that serves web, in a namespace with a chain OTHERS. It
-// also returns the rules then.
+// startBesideOthers starts a backend that serves web, in a namespace with a chain OTHERS.
+// It also returns the rules at that time.
 func startBesideOthers(t *testing.T, ns *netnstest.Namespace, v variant) (b *backend, web *api.View, rules string) {
 	ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
 	b = start(t, ns, v)
@@ -1114,7 +1114,7 @@ func TestRuleThatCannotBeDeleted(t *testing.T) {
 	})
 }
 
-// If iptables-save prints the jumps in another form, a pass does not add more of them.
+// If iptables-save prints the jumps in another form, a pass does not add further jumps.
 func TestJumpsPrintedInAnotherForm(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -1421,7 +1421,7 @@ func TestCleanupWithoutSetsInKernel(t *testing.T) {
 	checkOldFlavour(t, ns, flavourNFT, false)
 }
 
-// A look for old rules in flavour legacy does not make the kernel load a table.
+// The search for old rules in flavour legacy does not make the kernel load a table.
 func TestLegacyTablesAreNotLoaded(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.Run(t, "iptables-legacy", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "1", "-j", "RETURN")

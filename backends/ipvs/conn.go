@@ -51,7 +51,8 @@ type settings struct {
 }
 
 // owner returns the flags that identify an instance. The kernel has no names of virtual
-// servers, but it stores flags that it does not use. It uses only the lowest six bits.
+// servers, but it also stores the flags that it does not use. The kernel uses only the
+// lowest six bits.
 func owner(table string) uint32 {
 	h := fnv.New32a()
 	h.Write([]byte(table))

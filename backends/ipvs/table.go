@@ -165,7 +165,7 @@ func in(kind setKind, family api.Family) nft.Rule { return nft.InSet(setID{kind,
 var errChanged = errors.New("the chains are not as this version makes them")
 
 // read returns all elements of the table. If the sets or chains differ from those of this
-// version, or if an element has the wrong size, it returns the other elements and
+// version, or if an element has the wrong size, read returns the valid elements and
 // errChanged. It stops when ctx ends.
 func (t *table) read(ctx context.Context) (map[element]bool, error) {
 	all := map[element]bool{}

@@ -104,9 +104,9 @@ func (d *dataplane) release(addr netip.Addr) error {
 
 // checkLoss requests a new pass if another program has deleted the table or its rules, the
 // interface or its routes. A reload of a firewall or of the network may do that. If another
-// program has deleted virtual servers, checkLoss requests a comparison, and then a pass. It
-// reads only one virtual server and one route, so it does not find the loss of a part of
-// them.
+// program has deleted virtual servers, checkLoss requests a comparison, and then a pass.
+// checkLoss reads only one virtual server and one route, so it does not find the loss of
+// others.
 func (d *dataplane) checkLoss(ctx context.Context) error {
 	generation, err := d.table.conn.Generation(ctx)
 	if err != nil {

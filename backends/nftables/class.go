@@ -38,7 +38,7 @@ type class struct {
 	// if the lists have no session affinity.
 	timeout uint16
 	// choosesSlot is true for a chain that several classes with numbers use to choose a
-	// slot. These classes have the same family, size and algorithm. This chain has no
+	// slot. These classes have the same family, size and algorithm. The shared chain has no
 	// number.
 	choosesSlot bool
 }
@@ -220,7 +220,8 @@ const maxChoices = 8
 // rule returns a rule that chooses one of the first n slots. This rule does nothing if the
 // list does not have the chosen slot. A list has more than half as many endpoints as the
 // size of its class says. So after maxChoices rules, the last rule chooses one of the slots
-// in the first half, which exist. It is needed for less than one connection of 256.
+// in the first half, which exist. The last rule is needed for less than one connection of
+// 256.
 func (c class) choose(rule func(n uint32) nft.Rule) (rules []nft.Rule) {
 	choices := maxChoices
 	if c.size < 2 {

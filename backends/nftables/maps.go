@@ -162,7 +162,8 @@ func (m mapID) hasText() bool { return m.kind == kindFrontends || m.kind == kind
 func (m mapID) belongsToList() bool { return kindLists <= m.kind && m.kind <= kindNumbers }
 
 // readOnDemand reports whether a pass of a large table reads the elements of the map only
-// when it needs them. The map leads to endpoints, and follows kindLists in allMaps.
+// when it needs them. This applies to the maps that lead to endpoints, which follow
+// kindLists in allMaps.
 func (m mapID) readOnDemand() bool { return kindEndpoints <= m.kind && m.kind <= kindNumbers }
 
 // canCount reports whether elements of the map have counters with Options.Stats. Each

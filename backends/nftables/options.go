@@ -33,11 +33,11 @@ type Options struct {
 	backends.Options
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
-	// select endpoints. SNATPriority is the priority of the chain at hook postrouting, which
-	// masquerades. They determine the order among the chains of type nat of all programs. If
-	// one of these chains translates a packet, the kernel skips the later ones. Of two chains
-	// with the same priority, the newer one sees a packet first. Zero selects the default.
-	// Default: -100 (dstnat) and 100 (srcnat).
+	// select endpoints. SNATPriority is the priority of the chain at hook postrouting,
+	// which masquerades. Both priorities determine the order among the chains of type nat
+	// of all programs. If one of these chains translates a packet, the kernel skips the
+	// later ones. Of two chains with the same priority, the newer one sees a packet first.
+	// Zero selects the default. Default: -100 (dstnat) and 100 (srcnat).
 	DNATPriority, SNATPriority int32
 
 	// ServiceCIDRs are the ranges of cluster IPs. The dataplane drops new connections to an
@@ -48,9 +48,9 @@ type Options struct {
 	// FollowServiceCIDRs provides ServiceCIDRs that change, such as those of the cluster's
 	// ServiceCIDR objects (kube.FollowServiceCIDRs). The dataplane calls it on a goroutine
 	// of its own. The function must call set first with all CIDRs, and again after each
-	// change, until ctx ends. It must not call set from several goroutines. Until the first
-	// call, the table keeps the CIDRs that it has. ServiceCIDRs must then be empty.
-	// Default: none.
+	// change, until ctx ends. The function must not call set from several goroutines. Until
+	// the first call, the table keeps the CIDRs that it has. ServiceCIDRs must then be
+	// empty. Default: none.
 	FollowServiceCIDRs func(ctx context.Context, set func([]netip.Prefix))
 
 	// DropInvalid makes the dataplane drop forwarded packets that connection tracking

@@ -314,8 +314,8 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 
 // keepOfFailed claims the elements that failed services may still need. It claims all
 // hairpin elements. If a service has claimed a frontend and then failed, the frontend still
-// has its old list, so keepOfFailed claims the elements of that list. It returns true if the
-// table may keep elements that no service needs.
+// has its old list, so keepOfFailed claims the elements of that list. The result leaves is
+// true if the table may keep elements that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	kept := map[listNumber]bool{}
 	for m, s := range ps.snapshots {

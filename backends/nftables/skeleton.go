@@ -83,10 +83,11 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	}
 	chains.Add("short-circuit", short...)
 
-	// The chain services finds the frontend of a packet. Then a chain frontend4 or frontend6
-	// looks up the class of the frontend's list, and continues in the chain of that class. This
-	// chain needs the list again, to find its endpoints. A packet can only store one number. So
-	// the chain of the class calls the chain find4 or find6, which looks up the frontend again.
+	// The chain services finds the frontend of a packet. Then a chain frontend4 or
+	// frontend6 looks up the class of the frontend's list, and continues in the chain of
+	// that class. The chain of the class needs the number of the list again, to find the
+	// list's endpoints. A packet can only store one number. So the chain of the class calls
+	// the chain find4 or find6, which looks up the frontend again.
 	var services []nft.Rule
 	for _, family := range nft.Families {
 		classes := mapID{kind: kindClasses, family: family}

@@ -76,8 +76,8 @@ type counterElement struct {
 	id      elementID
 }
 
-// read reads the elements of a map. Elements that a Sync has just removed are missing. It
-// returns false if yield does, or with an error.
+// read reads the elements of a map. Elements that a Sync has just removed are missing. The
+// method read returns false if yield returns false or if an error occurs.
 func (r *counterReader) read(ctx context.Context, m mapID, yield func(backends.Stats) bool) (more bool, err error) {
 	elements := r.elements[m]
 	r.elements[m] = elements[:0]

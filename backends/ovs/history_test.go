@@ -106,7 +106,7 @@ func (f *faults) disturb(random *rand.Rand) (calm func()) {
 	}
 }
 
-// handle refuses some flows and groups each time. It also loses some connections, before or
+// handle always refuses certain flows and groups. It also loses some connections, before or
 // after the switch has executed the bundle.
 func (f *faults) handle(message []byte) (code []byte, lost bool) {
 	const bundleControl, bundleAdd, commit, groupMod, groupModFailed, outOfGroups, flowModFailed, tableFull = 33, 34, 4, 15, 6, 3, 5, 1

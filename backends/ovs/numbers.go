@@ -117,7 +117,8 @@ func (d *dataplane) numberOf(of name) uint32 {
 // seed returns the seed of a number.
 func (n *numbers) seed(id uint32) uint64 { return n.names[id].seed }
 
-// release takes a number away from its name. The number stays in use while a group has it.
+// release ends the use of a number by its name. The number stays in use while a group has
+// it.
 func (n *numbers) release(id uint32, exists bool) {
 	delete(n.of, n.names[id].name)
 	delete(n.names, id)

@@ -21,8 +21,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are the settings of the dataplane. Bridge is required. It does not support
-// MasqueradeMark, NodePodCIDRs, PodInterfaces, AcceptUnknownPorts and NetNS of
+// Options are the settings of the dataplane. Bridge is required. The dataplane does not
+// support MasqueradeMark, NodePodCIDRs, PodInterfaces, AcceptUnknownPorts and NetNS of
 // [backends.Options].
 //
 // Instance distinguishes the dataplanes of one bridge. It is a decimal number from "0" to

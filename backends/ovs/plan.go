@@ -199,7 +199,7 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 
 // checkSource returns actions that search the source of a packet in the source ranges of a
 // frontend. If a range contains the source, the packet comes back to the flows of the
-// frontend with the bit admitted. Otherwise it is dropped.
+// frontend with the bit admitted. Otherwise, the packet is dropped.
 func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
 	s := frontends.SourcesOf(f)
 	id, known := p.ranges[s]
@@ -392,8 +392,8 @@ func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, l name, 
 	}
 }
 
-// count makes the connections to the endpoints of a group or list be counted for the
-// service port of a frontend.
+// count records that connections to the endpoints of a group or list count for the service
+// port of a frontend.
 func (p *servicePlan) count(id uint32, f *nodeview.Frontend) {
 	if !p.opts.Stats {
 		return

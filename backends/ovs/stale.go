@@ -176,10 +176,10 @@ const maxSearches = 16
 // deleteConnections makes the switch forget connections, except those to endpoints that
 // have come back. For each message that does not name a client, the switch searches its
 // table of connections. So if there are several messages, deleteConnections lists the
-// connections, if they are not too many, and names the clients. It also does so if only
+// connections, if they are not too many, and names the clients. It also lists them if only
 // some connections to a frontend are stale, or if connections are of protocol TCP, because
-// it then resets idle clients, too. Otherwise it sends maxSearches messages, and leaves the
-// remaining messages to Verify.
+// it then resets idle clients, too. Otherwise, deleteConnections sends maxSearches
+// messages, and leaves the remaining messages to Verify.
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
 	var protocols []uint8
 	some := false

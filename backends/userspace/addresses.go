@@ -243,8 +243,8 @@ type change struct {
 }
 
 // maxAwaited limits the number of addresses of one service for which makeChanges waits. So
-// a service with more addresses does not delay others. It is reported as failed until
-// its addresses are local.
+// a service with more addresses does not delay other services. Until its addresses are
+// local, the service is reported as failed.
 const maxAwaited = 256
 
 // pendingError is the error of a service that waits until an address is local.
@@ -292,8 +292,8 @@ const (
 	addressPace = 10 * time.Millisecond
 )
 
-// makeChanges makes changes concurrently, with changeCtx as their context. When an
-// address has become local, makeChanges opens the listeners at that address. It returns
+// makeChanges makes changes concurrently, with changeCtx as their context. When an address
+// has become local, makeChanges opens the listeners at that address. makeChanges returns
 // when all awaited changes are completed. If no change is completed for a while, or if ctx
 // ends, it returns earlier. The remaining changes continue in the background.
 func (b *backend) makeChanges(ctx, changeCtx context.Context, changes []*change) {

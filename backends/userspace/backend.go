@@ -180,10 +180,10 @@ func (u *update) err() error {
 	return u.service.err(u.plan)
 }
 
-// Sync implements [sink.Sink]. It waits until all needed addresses are local. If that
-// takes too long, it returns errors for the services that need these addresses. Their
-// listeners open as soon as the addresses are local, and the driver delivers these
-// services again.
+// Sync implements [sink.Sink]. It waits until all needed addresses are local. If an address
+// takes too long, Sync returns errors for the services that need this address. Their
+// listeners open as soon as the addresses are local, and the driver delivers these services
+// again.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	nodeaddrs.SetNode(b.node, c.Node)
 	b.mu.Lock()

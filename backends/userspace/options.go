@@ -42,8 +42,9 @@ type Options struct {
 	// It is only for Windows. Default: "vEthernet (HNS Internal NIC)".
 	Interface string
 	// StateFile is the path of a file that records the addresses on the interface. Missing
-	// folders in the path are created. Two dataplanes on one host need different files. It
-	// is only for Windows. Default: kpng\userspace.journal in the folder %ProgramData%.
+	// folders in the path are created. Two dataplanes on one host need different files.
+	// StateFile is only for Windows. Default: kpng\userspace.journal in the folder
+	// %ProgramData%.
 	StateFile string
 
 	// MaxListeners limits the listeners of one service, one for each address and port. Sync

@@ -50,7 +50,7 @@ func (c *content) weight(i int) uint16 {
 }
 
 // pool is a list of endpoints that chooses the endpoints of clients. All frontends of a
-// service with the same list share a pool. It is safe for concurrent use.
+// service with the same list share a pool. A pool is safe for concurrent use.
 type pool struct {
 	mu sync.Mutex
 	content

@@ -58,7 +58,7 @@ func (*dataplane) Plan(v *api.View, emit func(object, string)) error {
 	for frontend, why := range nodeview.Unserved(v) {
 		log.Info("Frontend not supported", "frontend", frontend.String(), "reason", why)
 	}
-	leaves := map[string]bool{} // the families in which pods have an IP for their connections
+	leaves := map[string]bool{} // the families in which connections of pods get an IP of the service
 	for f := range nodeview.Frontends(v) {
 		if f.Kind != nodeview.ExternalIP && f.Kind != nodeview.LoadBalancerIP {
 			continue

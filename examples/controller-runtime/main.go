@@ -2,7 +2,7 @@
 
 // Command controller-runtime runs a service proxy in a manager of controller-runtime. The
 // proxy reads the informers of the manager's cache, so the process has one watch for each
-// kind of object. It serves the services whose label
+// kind of object. The proxy serves the services whose label
 // service.kubernetes.io/service-proxy-name has the value "example". This sink prints the
 // frontends. A real sink, such as that of package backends/nftables, programs them.
 package main

@@ -3,9 +3,9 @@
 //go:build linux
 
 // Command direct-return is a load balancer for external IPs and load-balancer IPs. Any node
-// can get the packets of a client. It forwards them, without state, to the node of an
-// endpoint. All nodes choose the same endpoint. Its node answers the client directly.
-// README.md describes the features and limits.
+// can get the packets of a client. Without state, this node forwards the packets to the
+// node of an endpoint. All nodes choose the same endpoint. The endpoint's node answers the
+// client directly. README.md describes the features and limits.
 package main
 
 import (

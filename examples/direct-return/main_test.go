@@ -33,7 +33,8 @@ type lan struct {
 
 const entries, hosts = 2, 4
 
-// address returns the address of a number in the network of a node.
+// address returns the address with a number in the network of a node. The argument format
+// has places for the network and for the number.
 func (l *lan) address(format string, node, number int) string {
 	return fmt.Sprintf(format, node%l.networks, number)
 }

@@ -27,8 +27,9 @@ const (
 	maxExponent = 1.25
 	// maxWaits is the largest wait of an innocent change relative to its wait alone.
 	maxWaits = 10
-	// rounds limits how often the test measures a shape. It stops when the minima of all
-	// rounds keep the limits, because other programs and garbage collections only add costs.
+	// rounds limits how often the test measures a shape. It stops when the lowest costs of
+	// all rounds keep the limits, because other programs and garbage collections only add
+	// costs.
 	rounds = 10
 )
 

@@ -56,9 +56,9 @@ type linked struct {
 // standard stands for Go's standard library among the modules of a program.
 const standard = "stdlib"
 
-// modules returns the modules that the program contains, ordered by path. The first one
-// is the main module, and the second one is Go's standard library. It runs the go command
-// in the current directory, which must be in the main module.
+// modules returns the modules that the program contains, ordered by path. The first one is
+// the main module, and the second one is Go's standard library. The method runs the go
+// command in the current directory, which must be in the main module.
 func (p *program) modules() ([]*linked, error) {
 	type listed struct {
 		ImportPath, Dir string

@@ -481,7 +481,7 @@ func TestVanishedLoadBalancersAreRestored(t *testing.T) {
 	w.mustHaveCalled(and(listing, map[string]int{"CreateLoadBalancer": services - 1}))
 	mustBeRestored()
 
-	// A change of one of the services notices the loss before the next Verify.
+	// A Sync that changes one of the services finds the loss before the next Verify.
 	vanish()
 	changed := view(service("svc-9", withClusterIP(9)), "10.1.0.9", "10.1.9.9")
 	if message := failures(t, w.set(changed))["svc-9"]; !strings.Contains(message, "update load balancer") {

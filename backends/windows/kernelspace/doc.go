@@ -13,14 +13,14 @@
 //
 // # Method
 //
-// The backend plans the load balancers from this node's views of services, without
-// calling HNS. Then it compares the planned load balancers by value with the state of
-// HNS. It lists endpoints and load balancers before the first changes, when it retries a
-// service after a failure, and twice a minute while idle (see [sink.Verifier]).
-// It processes changes of other services without a listing. The network plug-in owns the
+// The backend plans the load balancers from this node's views of services, without calling
+// HNS. Then it compares the planned load balancers by value with the state of HNS. The
+// backend lists endpoints and load balancers before the first changes, when it retries a
+// service after a failure, and twice a minute while idle (see [sink.Verifier]). It
+// processes changes of other services without a listing. The network plug-in owns the
 // endpoints of this node's pods. For other addresses, the backend creates endpoints whose
-// names begin with Options.Instance. It removes these endpoints when no load balancer
-// uses them.
+// names begin with Options.Instance. It removes these endpoints when no load balancer uses
+// them.
 //
 // HNS stores neither a name nor an owner of a load balancer. So the backend records the
 // IDs of its own load balancers in Options.StateFile.

@@ -30,8 +30,8 @@ import (
 type Options struct {
 	backends.Options
 
-	// Network is the name of the HNS network of the pods. Required. It need not exist when
-	// the dataplane starts: the network plug-in may create it later.
+	// Network is the name of the HNS network of the pods. Required. The network need not
+	// exist when the dataplane starts: the network plug-in may create it later.
 	Network string
 	// StateFile is a file that records which load balancers the dataplane created, because
 	// HNS stores no owner. Without a file, Cleanup removes no load balancers. Load

@@ -15,7 +15,7 @@
 // outside, and a router between them, all with IPv4 and IPv6. It starts the sink in a
 // process in the node's namespace and delivers services through kpng's own pipeline, from
 // watcher to sink. Then it checks connections. Run does not change the network namespace of
-// the test itself. It requires Linux, root, and nft. The kit uses nft to add rules that do
+// the test itself. Run requires Linux, root, and nft. The kit uses nft to add rules that do
 // not belong to the proxy. The kit checks that the proxy does not change these rules. If
 // iptables-legacy-save, ip6tables-legacy-save and ipset are installed, it also checks that
 // clean-up leaves no rules and sets of these programs.

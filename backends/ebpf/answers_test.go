@@ -334,7 +334,8 @@ func testPresentNames(t *testing.T) {
 			t.Errorf("%s: a datagram comes from %s, want %s", name, from, test.want)
 		}
 	}
-	// While the list of a service changes, its answers have the right name.
+	// While the list of a service changes, its answers come from the address of the
+	// service.
 	n.pass(service(1, 1))
 	s := n.socket()
 	s.mustSend(serviceAddr(1))

@@ -15,9 +15,9 @@
 // For each changed service, the file render.go computes the rules of the service's own
 // chains, and its entries in the dispatch chains. The files lists.go, sources.go and
 // dispatch.go have the chains of endpoints, the sets of source ranges, and the dispatch
-// chains. The type ruleset (ruleset.go) has the needed rules and those in the kernel:
-// record.go changes the needed ones, and commit.go writes one input for iptables-restore,
-// with only the changed chains. The file runner.go runs the programs.
+// chains. The type ruleset (ruleset.go) has the needed rules and the rules in the kernel.
+// The file record.go changes the needed rules. Then commit.go writes one input for
+// iptables-restore, with only the changed chains. The file runner.go runs the programs.
 //
 // # Chains
 //

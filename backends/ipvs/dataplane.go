@@ -66,9 +66,9 @@ type dataplane struct {
 	// ports are the service ports of virtual servers, or nil without Options.Stats.
 	ports map[serverID]servicePort
 
-	// The fields below belong to one Sync. plans are the plans of the delivered views, failed
-	// are the services that could be programmed only in part, and edits are the changes of
-	// lists of source ranges that are not written yet.
+	// The fields below belong to one Sync. plans are the plans of the delivered views.
+	// failed are the services that could be programmed only in part. edits are the changes
+	// of lists of source ranges that are not written yet.
 	plans  map[*api.View]*plan
 	failed sink.Failed
 	edits  map[types.NamespacedName]*sourcelists.Change

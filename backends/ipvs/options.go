@@ -54,11 +54,11 @@ type Options struct {
 	SchedulerAnnotation string
 
 	// NodeNetworks contain the addresses of the cluster's nodes. If an external or
-	// load-balancer IP of a service is the address of another node, the dataplane ignores this
-	// IP, so that its packets go to the other node. Without NodeNetworks, the dataplane makes
-	// the address local, so that this node cannot reach the other node at any port.
-	// Leave out load-balancer IPs that belong to no machine: the dataplane would ignore them,
-	// too. Default: no networks.
+	// load-balancer IP of a service is the address of another node, the dataplane ignores
+	// this IP. So packets to this IP go to the other node. Without NodeNetworks, the
+	// dataplane makes the address local, so that this node cannot reach the other node at
+	// any port. Leave out load-balancer IPs that belong to no machine: the dataplane would
+	// ignore them, too. Default: no networks.
 	NodeNetworks []netip.Prefix
 	// HealthzPort is the port of the program's own health checks. Load balancers check
 	// services with externalTrafficPolicy Cluster at this port. The dataplane translates the
@@ -74,10 +74,10 @@ type Options struct {
 
 	// Drain limits how long Cleanup waits for connections. If Drain is not 0, another
 	// dataplane for the same services must already run. Cleanup first leaves all new
-	// connections to that dataplane. Then it waits until no established TCP or SCTP connection
-	// uses a virtual server, and no socket of this node has an address of a service as its
-	// local address. After this time, Cleanup does not wait for the remaining connections,
-	// which end. Default 0: Cleanup does not wait.
+	// connections to that dataplane. Then it waits for two conditions: no established TCP
+	// or SCTP connection uses a virtual server, and no socket of this node has an address
+	// of a service as its local address. After this time, Cleanup does not wait for the
+	// remaining connections, which end. Default 0: Cleanup does not wait.
 	Drain time.Duration
 }
 

@@ -255,8 +255,8 @@ func (l *endpointLists) existingOf(x nodeview.Existing) []netip.AddrPort {
 	return all
 }
 
-// elements returns the elements of the table for the frontend f, except that of its source
-// ranges.
+// elements returns the elements of the table for the frontend f, except the element for its
+// source ranges.
 func elements(id serverID, f *nodeview.Frontend) []element {
 	key := frontendKey(id)
 	elements := []element{{set: setOf(frontends, id.Addr()), key: key}}

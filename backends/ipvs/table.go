@@ -245,9 +245,9 @@ func (t *table) hasRules() (has bool, err error) {
 }
 
 // create replaces the table by a new table with these elements. If the elements need
-// several transactions, those of the set frontends are last. Between the transactions,
-// the table may refuse connections to addresses that the instance makes local, and to
-// frontends with source ranges, but does not accept connections that it must refuse.
+// several transactions, those of the set frontends are last. Between the transactions, the
+// table may refuse connections to addresses that the instance makes local, and to frontends
+// with source ranges. But it never accepts connections that it must refuse.
 func (t *table) create(elements map[element]bool) error {
 	t.ranges = sourcelists.Counts{}
 	all := slices.SortedFunc(maps.Keys(elements), func(a, b element) int {

@@ -216,9 +216,9 @@ func BenchmarkConnect(b *testing.B) {
 
 // BenchmarkChangeDuringPass changes one service after the other during a pass. The pass
 // itself changes nothing. The benchmark reports the median and the longest time until a
-// change is in the kernel, and the longest CPU time of the process for a change, which does
-// not depend on other programs. The case "restart" is the first pass after a restart, when
-// the table has already been read. The case "later" is a later pass.
+// change is in the kernel. It also reports the longest CPU time of the process for a
+// change, which other programs do not affect. The case "restart" is the first pass after a
+// restart, when the table has already been read. The case "later" is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000, 100_000} {
 		src := sinktest.NewSource()

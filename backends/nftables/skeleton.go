@@ -15,9 +15,9 @@ import (
 // The skeleton is the part of the table that does not depend on services. It consists of
 // the maps and sets without their elements, and of the chains that use them.
 
-// The hook priorities of base chains. The kernel calls all chains of type nat one after
-// another, in the order of their priorities, after it has called the other chains with
-// priorities below -100. It stops when a chain has translated the packet.
+// The hook priorities of base chains. The kernel first calls the chains of other types with
+// priorities below -100. Then it calls all chains of type nat in the order of their
+// priorities. It stops when a chain has translated the packet.
 const (
 	// latePriority is after the nat chains of other programs.
 	latePriority = math.MaxInt32

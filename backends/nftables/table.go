@@ -227,8 +227,9 @@ func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 	return changed
 }
 
-// setServiceCIDRs replaces the service CIDRs that the options follow. It writes one chain,
-// in one transaction. If this fails, the next pass loads the skeleton with the CIDRs.
+// setServiceCIDRs replaces the service CIDRs that Options.FollowServiceCIDRs provides. It
+// writes one chain, in one transaction. If this fails, the next pass loads the skeleton
+// with the CIDRs.
 func (t *table) setServiceCIDRs(ctx context.Context, cidrs []netip.Prefix) error {
 	t.serviceCIDRs = cidrs
 	chain := nft.Chain{Name: serviceCIDRsChain, Rules: t.options().serviceCIDRRules()}

@@ -29,8 +29,8 @@ import (
 // takeover is the state of the copy of one family's clients.
 type takeover struct {
 	family api.Family
-	// numbers maps the number of an endpoint in the old table to the numbers of the same
-	// endpoint in the new table, one for each list that contains the endpoint.
+	// numbers maps the number of an endpoint in the old table to its numbers in the new
+	// table. There is one number for each list that contains the endpoint.
 	numbers map[uint32][]uint32
 	taken   map[client]bool
 }

@@ -85,9 +85,9 @@ func (g *group) equal(o *group) bool {
 	return g.seed == o.seed && g.byClient == o.byClient && g.foreign == o.foreign && maps.Equal(g.buckets, o.buckets)
 }
 
-// add adds a bucket. Its ID depends only on the key, so that all nodes choose the same
-// bucket for a connection, and the removal of a bucket moves no connections of other
-// buckets. If the ID is taken, the bucket gets the next free ID.
+// add adds a bucket. Its ID depends only on the key. So all nodes choose the same bucket
+// for a connection, and the removal of a bucket moves no connections of other buckets. If
+// the ID is taken, the bucket gets the next free ID.
 func (g *group) add(key string, weight uint16, actions openflow.Actions) {
 	const lastBucket = 0xffffff00
 	if g.buckets == nil {

@@ -499,7 +499,8 @@ func TestPodsSeeUnusedAddresses(t *testing.T) {
 	}
 }
 
-// TestRegistersStay lets the bridge's program use all registers while packets pass.
+// TestRegistersStay checks that registers of the bridge's program keep their values while
+// packets pass the tables.
 func TestRegistersStay(t *testing.T) {
 	n := newNetwork(t)
 	n.mustPass(

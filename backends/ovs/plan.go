@@ -328,15 +328,16 @@ func setRegister(register int, value uint32) openflow.Actions {
 	return openflow.SetRegister(register, openflow.Bits{Value: uint64(value), Mask: 1<<32 - 1})
 }
 
-// endpointFields returns the values of registers that mean an endpoint: the bits of
-// register 0, and the halves of addressRegister.
+// endpointFields returns the values of registers that stand for an endpoint: the bits of
+// register 0, and both halves of addressRegister.
 func endpointFields(e netip.AddrPort) (port openflow.Bits, high, low uint64) {
 	a := e.Addr().As16()
 	return openflow.Bits{Value: uint64(e.Port()) << portShift, Mask: 0xffff << portShift},
 		binary.BigEndian.Uint64(a[:8]), binary.BigEndian.Uint64(a[8:])
 }
 
-// setEndpoint sets the registers that mean an endpoint. The registers must be 0 before.
+// setEndpoint sets the registers that stand for an endpoint. The registers must be 0
+// before.
 func setEndpoint(e netip.AddrPort) openflow.Actions {
 	port, high, low := endpointFields(e)
 	all := []openflow.Actions{openflow.SetRegister(flagsRegister, port)}

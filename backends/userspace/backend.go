@@ -389,10 +389,10 @@ func (b *backend) Totals(f func(family api.Family, listeners, failures int64)) (
 }
 
 // PortStats calls f for each port of a service. It passes the total and the present number
-// of TCP connections and UDP clients, the number of failed attempts to reach an endpoint,
-// and the numbers of bytes sent to endpoints and received from them. Counting begins when
-// the port is added. PortStats is safe for concurrent use. Package app/program uses it for
-// metrics.
+// of TCP connections and UDP clients, and the number of failed attempts to reach an
+// endpoint. The other arguments are the bytes sent to endpoints and received from them.
+// Counting begins when the port is added. PortStats is safe for concurrent use. Package
+// app/program uses it for metrics.
 func (b *backend) PortStats(f func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64)) {
 	for _, p := range b.served.list() {
 		c := &p.counters

@@ -31,7 +31,8 @@ func (c countedSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.
 	return c.loopbackSockets.ListenTCP(ctx, at)
 }
 
-// wideService returns a service with external IPs beginning with first, and with ports.
+// wideService returns a service with the given numbers of external IPs and of ports. The
+// argument first is the first external IP.
 func wideService(name string, first netip.Addr, addrs, ports int, endpoints ...netip.AddrPort) *api.View {
 	s := serviceAt(name, first.String(), 1, api.TCP).addEndpoints(endpoints...)
 	var ips []netip.Addr

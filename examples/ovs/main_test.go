@@ -21,9 +21,9 @@ import (
 	"github.com/kpng-project/kpng/internal/ovstest"
 )
 
-// TestPodsReachServices connects two pods to the bridge of a switch and runs the agent. Both
-// pods must reach both endpoints of a service, which are the pods themselves, also after
-// the switch was restarted, and after the agent was killed.
+// TestPodsReachServices connects two pods to the bridge of a switch and runs the agent. The
+// pods are also the endpoints of a service. Both pods must reach both endpoints, also after
+// a restart of the switch and after the agent was killed.
 func TestPodsReachServices(t *testing.T) {
 	netnstest.NeedRoot(t)
 	program := filepath.Join(t.TempDir(), "ovs-agent")

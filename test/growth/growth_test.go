@@ -45,10 +45,10 @@ const (
 	minKernel = 4 << 20
 )
 
-// minCPUOf returns the least CPU time that the test compares. The programs of iptables read
-// all chains of a table in each call, and the kernel searches its lists of clients for each
-// new rule with session affinity (docs/operate/iptables.md), so their small costs vary
-// more.
+// minCPUOf returns the least CPU time that the test compares. The limit is higher for
+// iptables, because its small costs vary more. Its programs read all chains of a table in
+// each call, and the kernel searches its lists of clients for each new rule with session
+// affinity (docs/operate/iptables.md).
 func minCPUOf(proxy string) time.Duration {
 	if proxy == "iptables" {
 		return 4 * minCPU

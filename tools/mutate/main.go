@@ -290,9 +290,9 @@ func (t *tests) measure(ctx context.Context, reached string, mutants int) error 
 	return nil
 }
 
-// find runs the tests that execute the code of a mutant. It returns how they find it, or ""
-// if they pass. A test with random input may execute different code each time. Therefore,
-// if the argument all is true, all tests run at the end.
+// find runs the tests that execute the code of a mutant. It returns the way in which they
+// find the mutant, or "" if they pass. A test with random input may execute different code
+// each time. Therefore, if the argument all is true, all tests run at the end.
 func (t *tests) find(ctx context.Context, mutant int, all bool) string {
 	selections := []selection{t.fast[mutant], t.slow[mutant]}
 	if all {
@@ -312,7 +312,8 @@ func (t *tests) find(ctx context.Context, mutant int, all bool) string {
 	return ""
 }
 
-// run runs some tests with a mutant. It returns how they find it, or "" if they pass.
+// run runs some tests with a mutant. It returns the way in which they find the mutant, or
+// "" if they pass.
 func (t *tests) run(ctx context.Context, mutant int, names []string, limit usage, environment ...string) (found string, output []byte, needs usage) {
 	limited, cancel := context.WithTimeout(ctx, limit.wall)
 	defer cancel()

@@ -16,7 +16,7 @@ import (
 	"github.com/google/licensecheck"
 )
 
-// supplier is the name of those who make the program.
+// supplier is the name of the program's makers.
 const supplier = "The kpng project"
 
 // component is a component of a bill of materials in the format CycloneDX.

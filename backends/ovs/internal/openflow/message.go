@@ -118,9 +118,10 @@ type Cookies struct{ Value, Mask uint64 }
 func (c Cookies) contain(cookie uint64) bool { return cookie&c.Mask == c.Value }
 
 // Group selects one of its buckets for each connection. A connection is defined by its
-// source address and source port. The switch multiplies a hash of the connection and the ID
-// of the bucket by the weight of the bucket, and selects the bucket with the largest
-// product. If products are equal, it selects the last of these buckets.
+// source address and source port. For each bucket, the switch hashes the connection
+// together with the ID of the bucket, and multiplies the hash by the weight of the bucket.
+// It selects the bucket with the largest product. If products are equal, it selects the
+// last of these buckets.
 type Group struct {
 	ID uint32
 	// Seed makes the selections of different groups independent.

@@ -374,7 +374,8 @@ func (d *dataplane) Apply(ctx context.Context, ops []op) error {
 	return err
 }
 
-// change returns the messages for an operation. deleted are groups that are deleted as well.
+// change returns the messages for an operation. The argument deleted has the groups that
+// other operations delete.
 func (d *dataplane) change(o *op, deleted map[uint32]bool) []openflow.Message {
 	switch k := o.Key.(type) {
 	case openflow.FlowKey:

@@ -35,8 +35,8 @@ type service struct {
 	rules      map[rules]*rules
 	pools      map[nodeview.ListID]plannedPool
 	admissions admissions
-	// addresses has the addresses of the service. The value of a local address is nil. The
-	// value of another address is the reason why it is not local.
+	// addresses has the addresses of the service. The value of a local address is nil. For
+	// an address that is not local, the value is the reason.
 	addresses map[netip.Addr]error
 	// waiting is the current plan if some of its addresses are not local yet, else nil. The
 	// field missing is the number of these addresses.
@@ -274,8 +274,8 @@ func (s *service) tryOpen(ctx context.Context, want listenSpec) error {
 	return nil
 }
 
-// endLostUDPClients removes the UDP clients of removed endpoints. It also checks clients
-// of another port that used their socket before.
+// endLostUDPClients removes the UDP clients of removed endpoints. It also checks the
+// clients of another service port that used the same socket before.
 func (s *service) endLostUDPClients() {
 	for _, c := range s.udp.which(&s.udpClients, func(c *udpClient) bool {
 		return !c.listener.current.Load().port.serves(c.endpoint)

@@ -60,7 +60,7 @@ func (c *endpointCounters) begin(endpoint netip.AddrPort) *endpointCounter {
 	return e
 }
 
-// prune drops the endpoints without connections for which serves returns false.
+// prune drops the endpoints that have no connections and for which serves returns false.
 func (c *endpointCounters) prune(serves func(netip.AddrPort) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -57,8 +57,8 @@ func names(t *testing.T, addr string, port int32, n int) (out []string) {
 	return out
 }
 
-// Two nodes are two backends at different addresses. They get the endpoints in a different
-// order of changes.
+// Two nodes are two backends at different addresses. They get the endpoints through changes
+// in different orders.
 func TestHashedClientsKeepTheirEndpointsOnAllNodes(t *testing.T) {
 	const clients = 400
 	first, second, port := newWorld(t, settings{}), newWorld(t, settings{}), freePort(t, "127.0.0.2")

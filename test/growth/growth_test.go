@@ -25,7 +25,8 @@ const (
 
 	// maxExponent is the largest exponent of the growth of a cost.
 	maxExponent = 1.25
-	// maxWaits is the largest wait of an innocent change relative to its wait alone.
+	// maxWaits is the largest allowed ratio of the wait of an innocent change to its wait
+	// without other changes.
 	maxWaits = 10
 	// rounds limits how often the test measures a shape. It stops when the lowest costs of
 	// all rounds keep the limits, because other programs and garbage collections only add

@@ -296,9 +296,9 @@ func (r *ruleset) hash(chain string, f *nodeview.Frontend, endpoints []nodeview.
 // weight is the weight of an endpoint.
 type weight int
 
-// of returns an nft expression that matches w in rest packets at random. The expression
-// must not have an anonymous set. When rules are replaced, the kernel empties the set of an
-// old rule while a packet may still pass this rule.
+// of returns an nft expression that matches packets at random, with the probability w /
+// rest. The expression must not have an anonymous set. When rules are replaced, the kernel
+// empties the set of an old rule while a packet may still pass this rule.
 func (w weight) of(rest weight) string {
 	if w == rest {
 		return ""

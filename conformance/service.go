@@ -177,7 +177,7 @@ func (svc *service) withSlice(name string, ports []discoveryv1.EndpointPort, end
 	return svc
 }
 
-// weighted is the weight of endpoints, in an annotation.
+// weighted has endpoints and the weight that their annotation gives them.
 type weighted struct {
 	weight    string
 	endpoints []endpoint

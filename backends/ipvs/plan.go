@@ -332,7 +332,6 @@ func (c *claims) set(key types.NamespacedName, p *plan, nodePortAddrs []netip.Ad
 }
 
 // conflict returns the error of a service that loses a frontend to a node port.
-// service.
 func (c *claims) conflict(id serverID) error {
 	return fmt.Errorf("%s: service %s has the same address and port as %s", id, c.nodePorts[id], nodeview.NodePort)
 }

@@ -226,9 +226,10 @@ func moveToBridge(ports []port) error {
 		if err != nil {
 			return err
 		}
-		// With the userspace datapath, the kernel still sees the packets that arrive at a port. It
-		// must not process them: so it gets no packets to its own hardware address, and does
-		// not offer the port's address to others.
+		// With the userspace datapath, the kernel still sees the packets that arrive at a
+		// port. The kernel must not process these packets. So give the port another
+		// hardware address, to which no host sends packets, and make the kernel ignore ARP
+		// requests for other addresses.
 		if err := setSysctls("ipv4/conf/" + p.name + "/arp_ignore=1"); err != nil {
 			return err
 		}

@@ -203,6 +203,7 @@ func TestReaderThatIsLate(t *testing.T) {
 		time.Sleep(15 * time.Minute)
 		state.Update(func(tx *cluster.Tx) { tx.SetService(service("e")) }) // forgets deletions
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		want := [][]string{
 			{"a false true", "b false true", "c false true", "d false true"},
 			{"a true false", "b true false", "c true true", "e false true"},

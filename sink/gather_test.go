@@ -153,6 +153,7 @@ func TestChangesBeforeAPassIsPrepared(t *testing.T) {
 			src.Set(view(types.NamespacedName{Namespace: "default", Name: "web"}, byte(i+1)))
 			time.Sleep(time.Second)
 		}
+		synctest.Wait()
 		if got := fmt.Sprint(syncs); got != "[first=false first=false first=false]" || d.Status().Passes != 1 {
 			t.Errorf("before the pass: %s after %d passes", got, d.Status().Passes)
 		}

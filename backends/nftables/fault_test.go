@@ -610,7 +610,7 @@ func testDriftAmongConstantChanges(t *testing.T, busyNeighbors bool) {
 	for i := 0; i < 10_000; time.Sleep(time.Millisecond) { // so that a map can be read meanwhile
 		i++
 		if busyNeighbors {
-			runNFT(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
+			runNFT(t, ns, "", []string{"delete", "add"}[i%2], "table", "inet", "other")
 		}
 		err := b.Verify(canceled)
 		if errors.Is(err, sink.ErrStartOver) {

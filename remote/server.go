@@ -115,13 +115,21 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	case opts.TLS != nil && opts.ServeCluster && len(opts.ClusterReaders) == 0:
 		return nil, errors.New("ServeCluster with TLS needs ClusterReaders")
 	}
-	for name, value := range map[string]float64{
-		"MaxConnections": float64(opts.MaxConnections), "MaxConnectionsPerPeer": float64(opts.MaxConnectionsPerPeer),
-		"MaxStreamsPerPeer": float64(opts.MaxStreamsPerPeer), "StreamRate": opts.StreamRate,
-		"SendTimeout": float64(opts.SendTimeout), "ConnectionAge": float64(opts.ConnectionAge), "CacheBytes": float64(opts.CacheBytes),
+	for _, o := range []struct {
+		name  string
+		value any
+		valid bool
+	}{
+		{"MaxConnections", opts.MaxConnections, opts.MaxConnections >= 0},
+		{"MaxConnectionsPerPeer", opts.MaxConnectionsPerPeer, opts.MaxConnectionsPerPeer >= 0},
+		{"MaxStreamsPerPeer", opts.MaxStreamsPerPeer, opts.MaxStreamsPerPeer >= 0},
+		{"StreamRate", opts.StreamRate, opts.StreamRate >= 0}, // NaN is invalid
+		{"SendTimeout", opts.SendTimeout, opts.SendTimeout >= 0},
+		{"ConnectionAge", opts.ConnectionAge, opts.ConnectionAge >= 0},
+		{"CacheBytes", opts.CacheBytes, opts.CacheBytes >= 0},
 	} {
-		if !(value >= 0) { // also if it is NaN
-			return nil, fmt.Errorf("%s is %v, want 0 for the default or a positive value", name, value)
+		if !o.valid {
+			return nil, fmt.Errorf("%s is %v, want 0 for the default or a positive value", o.name, o.value)
 		}
 	}
 	opts.batchInterval = cmp.Or(opts.batchInterval, 10*time.Millisecond)

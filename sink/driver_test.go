@@ -793,7 +793,7 @@ func TestFailingServiceIsNoFailureOfTheNode(t *testing.T) {
 }
 
 // When a dataplane that was down works again, the sink receives the waiting Node in the
-// next Sync at the latest.
+// first Sync after that, or earlier.
 func TestNodeIsDeliveredWhenTheDataplaneWorksAgain(t *testing.T) {
 	var begin time.Time
 	s := sink.Func(func(context.Context, *sink.Changes) error {

@@ -39,16 +39,22 @@ func randomService(src *sinktest.Source, i int) {
 	src.Set(v)
 }
 
-// TestChangesWhileTheTableIsRead changes services and begins passes while another program
-// changes elements of the table. In the end, the table must equal a new table.
-func TestChangesWhileTheTableIsRead(t *testing.T) {
-	const services = 1_000
+// randomServices returns a source with n random services and the node.
+func randomServices(n int) *sinktest.Source {
 	src := sinktest.NewSource()
-	for i := range services {
+	for i := range n {
 		randomService(src, i)
 	}
 	src.SetNode(node)
 	src.MarkSynced()
+	return src
+}
+
+// TestChangesWhileTheTableIsRead changes services and begins passes while another program
+// changes elements of the table. In the end, the table must equal a new table.
+func TestChangesWhileTheTableIsRead(t *testing.T) {
+	const services = 1_000
+	src := randomServices(services)
 	b, ns := start(t, Options{})
 	prepared := 0
 	d, stop := drive(t, src, started{func(ctx context.Context, c *sink.Changes) error {
@@ -114,12 +120,7 @@ func TestChangesWhileTheTableIsRead(t *testing.T) {
 // TestOwnChangesAreNoDrift compares the table again and again while services change.
 func TestOwnChangesAreNoDrift(t *testing.T) {
 	const services = 300
-	src := sinktest.NewSource()
-	for i := range services {
-		randomService(src, i)
-	}
-	src.SetNode(node)
-	src.MarkSynced()
+	src := randomServices(services)
 	b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() { t.Error("drift is reported") }}}})
 	d, stop := drive(t, src, started{b.Sync, b}, 0)
 	waitApplied(t, d, src)

@@ -195,7 +195,7 @@ func (ps *pass) claim(p *patch, e *element) {
 	}
 }
 
-// claimFor is like claim, but for an op that is the only op of its element.
+// claimFor is like claim, for an op whose element has no other op.
 func (ps *pass) claimFor(o *op) {
 	if old, ok := ps.snapshots[o.m].claim(&o.elementID); ok {
 		o.hasOld, o.old, o.claimed = true, old, true

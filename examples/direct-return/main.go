@@ -127,7 +127,7 @@ func (t *tables) add(f *nodeview.Frontend) error {
 }
 
 // owners returns the endpoints of a slot by rendezvous hashing. A new endpoint does not
-// change the order of the others. So if it becomes the first of a slot, the former first
+// change the order of the other endpoints. If it becomes the first of a slot, the former first
 // endpoint, which has the slot's connections, becomes the second.
 func owners(slot int, endpoints []nodeview.Target) []nodeview.Target {
 	score := func(e nodeview.Target) uint64 { return maglev.Hash(fmt.Appendf(nil, "%s %d", e.AddrPort(), slot)) }

@@ -294,7 +294,7 @@ func (d *Driver) prepare(ctx context.Context) bool {
 		})
 		ok = err == nil
 	}
-	return !ok || isClosed(d.preparing)
+	return !ok || d.preparing == nil || isClosed(d.preparing)
 }
 
 // isSynced reports whether a pass is complete and no newer pass is needed. The caller

@@ -162,6 +162,13 @@ func TestChangesBeforeAPassIsPrepared(t *testing.T) {
 		if got := fmt.Sprint(syncs[3:]); got != "[first=true]" || d.Status().Passes != 2 {
 			t.Errorf("after the preparation: %s, %d passes", got, d.Status().Passes)
 		}
+		s.ready = nil // the next pass needs no preparation
+		d.StartOver()
+		time.Sleep(time.Second)
+		synctest.Wait()
+		if got := fmt.Sprint(syncs[4:]); got != "[first=true]" || d.Status().Passes != 3 {
+			t.Errorf("without a preparation: %s, %d passes", got, d.Status().Passes)
+		}
 		cancel()
 		<-ended
 	})

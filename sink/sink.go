@@ -83,7 +83,8 @@ type Verifier interface {
 // Preparer is for sinks that read their dataplane before a pass. PreparePass starts to
 // read the dataplane in the background, and returns a channel. The sink closes the
 // channel when it has read the dataplane, or when it cannot read it. Then the driver
-// begins the pass. Until then, the driver continues to deliver changes.
+// begins the pass. Until then, the driver continues to deliver changes. If the channel
+// is nil, the driver begins the pass immediately.
 //
 // The driver does not call PreparePass before the first pass, nor if a pass must begin
 // immediately: after a Sync with [ErrStartOver], and when the source has lost changes.

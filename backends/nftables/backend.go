@@ -234,14 +234,13 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 
 // PreparePass implements [sink.Preparer]. It reads the table beside the calls of Sync.
 func (b *backend) PreparePass(ctx context.Context) <-chan struct{} {
-	ready := make(chan struct{})
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	read := b.table.preparePass(ctx)
 	if read == nil {
-		close(ready)
-		return ready
+		return nil
 	}
+	ready := make(chan struct{})
 	b.tasks.Go(func(ctx context.Context) {
 		defer close(ready)
 		p, err := read(ctx)

@@ -122,7 +122,7 @@ func (b *backend) start(ctx context.Context) error {
 	}
 	ipset := ""
 	if !b.opts.WithoutIPSet {
-		switch ipset, err = findIPSet(ctx, b.opts.NetNS); {
+		switch ipset, err = findIPSet(ctx, &b.opts); {
 		case errors.Is(err, errNoSets):
 			log.Info("Using rules in place of sets", "reason", err.Error())
 		case err != nil:
@@ -273,7 +273,7 @@ func (b *backend) cleanup(ctx context.Context) error {
 	defer b.mu.Unlock()
 	errs := []error{b.closeConns()}
 	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
-		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
+		if _, err := b.opts.findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
 			errs = append(errs, b.checkWithoutPrograms(ctx, flavour, err))
 			continue
 		}
@@ -291,7 +291,7 @@ func (b *backend) cleanup(ctx context.Context) error {
 	if err := errors.Join(errs...); err != nil {
 		return err // the remaining rules may use the sets
 	}
-	ipset, err := findIPSet(ctx, b.opts.NetNS)
+	ipset, err := findIPSet(ctx, &b.opts)
 	switch {
 	case errors.Is(err, exec.ErrNotFound):
 		return nil

@@ -112,12 +112,12 @@ func BenchmarkRestart(b *testing.B) {
 // BenchmarkEndpointChange measures a Sync in which one endpoint of one service changes.
 func BenchmarkEndpointChange(b *testing.B) {
 	benchmark(b, func(b *testing.B, v variant, n int) {
-		backend := start(b, netnstest.New(b), v)
-		mustSync(b, backend, passOf(many(n))...)
 		lines := 0
-		for _, t := range backend.rulesets {
-			t.run.restored = func(n int, _ error) { lines += n }
-		}
+		backend := start(b, netnstest.New(b), v, func(o *Options) {
+			o.Observer = &backendtest.Observer{OnWrote: func(n int, _ error) { lines += n }}
+		})
+		mustSync(b, backend, passOf(many(n))...)
+		lines = 0
 		report := measureCPU(b)
 		for change := 0; b.Loop(); change++ {
 			mustSync(b, backend, batch(view("s00007", "10.96.0.7", fmt.Sprintf("10.0.0.%d 10.0.1.1 10.0.1.2 10.0.1.3 10.0.1.4 10.0.1.5 10.0.1.6 10.0.1.7 10.0.1.8 10.0.1.9", change%250+1))))

@@ -11,6 +11,8 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
+	"path"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -33,19 +35,19 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// wrap replaces iptables-restore by a program that edits its input, so that the kernel
-// refuses rules for session affinity.
-func wrap(t *testing.T, r *ruleset) {
-	replaceText(t, &r.run.restoreProgram, "s/--update/& --hitcount 70000/")
+// refuseAffinity edits the input of iptables-restore, so that the kernel refuses rules for
+// session affinity.
+func refuseAffinity(p *programs) {
+	p.edit("*-restore", "s/--update/& --hitcount 70000/")
 }
 
 func TestBadServiceFailsAlone(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use)
 		good := view("s00002", "10.96.0.2", "10.1.0.1")
 		mustSync(t, b, pass(good))
-		real := b.rulesets[0].run.restoreProgram
-		wrap(t, b.rulesets[0])
+		refuseAffinity(p)
 		views := many(20)
 		views[2] = view("s00002", "10.96.0.2", "6.6.6.6", affinity) // has old rules
 		views[9] = view("s00009", "10.96.0.9", "6.6.6.6", affinity)
@@ -70,7 +72,7 @@ func TestBadServiceFailsAlone(t *testing.T) {
 		if !strings.Contains(text, "10.1.0.1:8080") {
 			t.Error("the failed service lost its old endpoint")
 		}
-		b.rulesets[0].run.restoreProgram = real
+		p.mend()
 		mustSync(t, b, batch(views[2], views[9]))
 		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 4 { // each endpoint has a rule for known and one for new clients
 			t.Errorf("not repaired:\n%s", text)
@@ -125,40 +127,19 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	}
 }
 
-// backendWithPrograms replaces iptables-restore at the start of a backend.
-type backendWithPrograms struct {
-	*backend
-	restore map[api.Family]string
-}
-
-func (b backendWithPrograms) Start(ctx context.Context) error {
-	err := b.backend.Start(ctx)
-	for _, r := range b.rulesets {
-		r.run.restoreProgram = b.restore[r.family]
-	}
-	return err
-}
-
 // Another program holds the lock for 30 seconds, which is longer than the default of
 // LockWait. The driver reports errors that name the lock, the old rules stay, and the
 // change is written after the lock is free.
 func TestLockHeldForHalfAMinute(t *testing.T) {
 	const held = 30 * time.Second
 	file := filepath.Join(t.TempDir(), "xtables.lock")
-	b := backendWithPrograms{nil, map[api.Family]string{}}
-	for _, family := range families {
-		program, err := findProgram(programName(flavourLegacy, family, "restore"), "iptables")
-		if err != nil {
-			t.Fatal(err)
-		}
-		// Parallel tests must not write programs: while a file is open for writing, for example
-		// in a process that another test has just started, the kernel does not execute it.
-		replaceProgram(t, &program, "XTABLES_LOCKFILE="+file+` exec %s "$@"`)
-		b.restore[family] = program
-	}
+	// Parallel tests must not write programs: while a file is open for writing, for example
+	// in a process that another test has just started, the kernel does not execute it.
+	p := newPrograms(t)
+	p.replace("*-legacy-restore", "XTABLES_LOCKFILE="+file+` exec %s "$@"`)
 	t.Parallel()
 	ns := netnstest.New(t)
-	b.backend = makeBackend(t, ns, variant{flavourLegacy, false})
+	b := makeBackend(t, ns, variant{flavourLegacy, false}, p.use)
 	src := sinktest.NewSource()
 	src.SetNode(node)
 	src.Set(everything()...)
@@ -397,8 +378,9 @@ func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
 			o.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("192.0.2.50"))
 		}), pass(bad, web, stale, view("gone", "10.99.0.1", "")))
 
-		b := start(t, ns, v)
-		wrap(t, b.rulesets[0])
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use)
+		refuseAffinity(p)
 		first := batch(view("web", "10.97.0.1", ""))
 		first.First = true
 		mustSync(t, b, first)
@@ -438,7 +420,7 @@ func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
 			t.Errorf("%d chains after changes of endpoints, want %d", chains(), before)
 		}
 
-		b.rulesets[0].run.restoreProgram = start(t, ns, v).rulesets[0].run.restoreProgram
+		p.mend()
 		mustSync(t, b, batch(badNow))
 		web = view("web", "10.97.0.1", "!10.2.0.1")
 		mustSync(t, b, pass(badNow, web))
@@ -463,23 +445,21 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		for name, c := range map[string]struct {
 			edit func(*api.Service)
-			sync func(t *testing.T, b *backend, c *sink.Changes) error
+			sync func(t *testing.T, b *backend, p *programs, c *sink.Changes) error
 		}{
-			"the kernel refuses its rules": {affinity, func(t *testing.T, b *backend, c *sink.Changes) error {
-				for _, r := range b.rulesets {
-					wrap(t, r)
-				}
+			"the kernel refuses its rules": {affinity, func(t *testing.T, b *backend, p *programs, c *sink.Changes) error {
+				refuseAffinity(p)
 				return b.Sync(t.Context(), c)
 			}},
-			"Sync is interrupted": {nil, func(t *testing.T, b *backend, c *sink.Changes) error {
+			"Sync is interrupted": {nil, func(t *testing.T, b *backend, _ *programs, c *sink.Changes) error {
 				ctx, cancel := context.WithCancel(t.Context())
 				cancel()
 				return b.Sync(ctx, c)
 			}},
-			"rendering panics": {invalidAddress, func(t *testing.T, b *backend, c *sink.Changes) error {
+			"rendering panics": {invalidAddress, func(t *testing.T, b *backend, _ *programs, c *sink.Changes) error {
 				return b.Sync(t.Context(), c)
 			}},
-			undelivered: {nil, func(*testing.T, *backend, *sink.Changes) error {
+			undelivered: {nil, func(*testing.T, *backend, *programs, *sink.Changes) error {
 				return errors.New("not delivered")
 			}},
 		} {
@@ -490,13 +470,13 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 				want := saveAll(t, ns, flavour)
 				want = want[strings.Index(want, "add KPNG-"):]
 
-				b := start(t, ns, variant{flavour, false})
+				p := newPrograms(t)
+				b := start(t, ns, variant{flavour, false}, p.use)
 				first := batch(view("web", "10.97.0.1", "10.1.0.1"))
 				first.First = true
 				mustSync(t, b, first)
 				bad := view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer, c.edit)
-				real := []string{b.rulesets[0].run.restoreProgram, b.rulesets[1].run.restoreProgram}
-				if err := c.sync(t, b, batch(bad)); err == nil {
+				if err := c.sync(t, b, p, batch(bad)); err == nil {
 					t.Fatal("Sync returned no error")
 				}
 				last := batch()
@@ -509,9 +489,7 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 					}
 				}
 
-				for i, r := range b.rulesets {
-					r.run.restoreProgram = real[i]
-				}
+				p.mend()
 				repaired := batch(view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer))
 				repaired.First, repaired.Last = name == undelivered, name == undelivered
 				mustSync(t, b, repaired)
@@ -527,8 +505,9 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 // services are programmed.
 func TestPanicOfOneService(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
-		replaceText(t, &b.rulesets[0].run.restoreProgram, "s/-m recent /-m missing /")
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use)
+		p.edit("iptables-*-restore", "s/-m recent /-m missing /")
 		var failed *sink.Failed
 		err := b.Sync(t.Context(), pass(view("bad", "10.96.0.1", "10.1.0.1 fd00::1", invalidAddress),
 			view("sticky", "10.96.0.2", "10.1.0.1", affinity), view("web", "10.96.0.3", "10.1.0.3")))
@@ -590,24 +569,84 @@ func TestEndpointWithAddressOfFrontend(t *testing.T) {
 	}
 }
 
-// replaceText makes a program of a ruleset edit its input or output with sed.
-func replaceText(t *testing.T, program *string, sed string) {
-	script := "sed '" + sed + `' | %s "$@"`
-	if strings.HasSuffix(*program, "save") {
-		script = `%s "$@" | sed '` + sed + `'`
-	}
-	replaceProgram(t, program, script)
+// programs has a link to each program that a backend may run. A test may replace them by
+// shell scripts, also while the backend runs.
+type programs struct {
+	tb  testing.TB
+	dir string
 }
 
-// replaceProgram replaces a program of a ruleset by a shell script. Each %s in the script
-// stands for the path of the program.
-func replaceProgram(t *testing.T, program *string, script string) {
-	path := filepath.Join(t.TempDir(), filepath.Base(*program))
-	script = "#!/bin/sh\n" + strings.ReplaceAll(script, "%s", *program) + "\n"
-	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
-		t.Fatal(err)
+func newPrograms(tb testing.TB) *programs {
+	p := &programs{tb, tb.TempDir()}
+	p.mend()
+	return p
+}
+
+// use makes a backend run these programs.
+func (p *programs) use(o *Options) {
+	o.lookPath = func(name string) (string, error) { return exec.LookPath(filepath.Join(p.dir, name)) }
+}
+
+// mend makes all programs real.
+func (p *programs) mend() {
+	p.each("*", func(name, real string) { p.put(name, func(path string) error { return os.Symlink(real, path) }) })
+}
+
+// replace replaces the programs whose names match a pattern by a shell script. Each %s in
+// the script stands for the path of the real program.
+func (p *programs) replace(pattern, script string) {
+	p.each(pattern, func(name, real string) {
+		text := "#!/bin/sh\n" + strings.ReplaceAll(script, "%s", real) + "\n"
+		p.put(name, func(path string) error { return os.WriteFile(path, []byte(text), 0o755) })
+	})
+}
+
+// edit makes programs edit their input with sed. Programs that read rules edit their output.
+func (p *programs) edit(pattern, sed string) {
+	script := "sed '" + sed + `' | %s "$@"`
+	if strings.HasSuffix(pattern, "save") {
+		script = `%s "$@" | sed '` + sed + `'`
 	}
-	*program = path
+	p.replace(pattern, script)
+}
+
+// each calls f for the programs whose names match a pattern.
+func (p *programs) each(pattern string, f func(name, real string)) {
+	p.tb.Helper()
+	names := []string{"iptables", "ipset"}
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
+		for _, family := range families {
+			names = append(names, programName(flavour, family, "save"), programName(flavour, family, "restore"))
+		}
+	}
+	found := false
+	for _, name := range names {
+		if ok, err := path.Match(pattern, name); err != nil {
+			p.tb.Fatal(err)
+		} else if !ok {
+			continue
+		}
+		real, err := exec.LookPath(name)
+		if err != nil {
+			p.tb.Fatal(err)
+		}
+		f(name, real)
+		found = true
+	}
+	if !found {
+		p.tb.Fatalf("no program matches %s", pattern)
+	}
+}
+
+// put writes a program with the function write, which gets the path of a new file.
+func (p *programs) put(name string, write func(path string) error) {
+	new := filepath.Join(p.tb.TempDir(), name)
+	if err := write(new); err != nil {
+		p.tb.Fatal(err)
+	}
+	if err := os.Rename(new, filepath.Join(p.dir, name)); err != nil {
+		p.tb.Fatal(err)
+	}
 }
 
 // If iptables or the kernel lacks a match that only some services need, the backend finds
@@ -615,7 +654,8 @@ func replaceProgram(t *testing.T, program *string, script string) {
 func TestMissingMatchOfSomeServices(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		failures := 0
-		b := start(t, ns, v, func(o *Options) {
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use, func(o *Options) {
 			o.Observer = &backendtest.Observer{OnWrote: func(_ int, err error) {
 				if err != nil {
 					failures++
@@ -630,8 +670,7 @@ func TestMissingMatchOfSomeServices(t *testing.T) {
 			}
 			views = append(views, view(fmt.Sprintf("s%02d", i), fmt.Sprintf("10.96.0.%d", i), "10.1.0.1 10.1.0.2", edit))
 		}
-		real := b.rulesets[0].run.restoreProgram
-		replaceText(t, &b.rulesets[0].run.restoreProgram, "s/-m recent /-m missing /")
+		p.edit("iptables-*-restore", "s/-m recent /-m missing /")
 		var failed *sink.Failed
 		if err := b.Sync(t.Context(), pass(views...)); !errors.As(err, &failed) || len(*failed) != 30 {
 			t.Fatalf("Sync returned %v", err)
@@ -648,7 +687,7 @@ func TestMissingMatchOfSomeServices(t *testing.T) {
 				t.Errorf("service %d has rules: %t", i, has)
 			}
 		}
-		b.rulesets[0].run.restoreProgram = real
+		p.mend()
 		mustSync(t, b, batch(views...))
 		if err := verify(t, b); err != nil {
 			t.Error(err)
@@ -663,10 +702,9 @@ func TestMissingTargetOfOneFamily(t *testing.T) {
 		mustSync(t, start(t, ns, v), pass(everything()...))
 		old := ns.Run(t, programName(v.flavour, api.IPv6, "save"))
 
-		b := start(t, ns, v, func(o *Options) { o.MasqueradeMark = 0x8000 })
-		ip6 := b.rulesets[1].run
-		real := ip6.restoreProgram
-		replaceText(t, &ip6.restoreProgram, "s/-j MASQUERADE --random-fully/-j MISSING/")
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use, func(o *Options) { o.MasqueradeMark = 0x8000 })
+		p.edit("ip6tables-*-restore", "s/-j MASQUERADE --random-fully/-j MISSING/")
 		only4, dual := view("only4", "10.96.1.1", "10.1.0.1"), view("dual", "10.96.1.2 fd00:96::12", "10.1.0.2 fd00::2")
 		for range attempts - 1 {
 			err := b.Sync(t.Context(), pass(only4, dual))
@@ -690,7 +728,7 @@ func TestMissingTargetOfOneFamily(t *testing.T) {
 			t.Errorf("the rules of IPv6 changed (-before +after):\n%s", diff)
 		}
 
-		ip6.restoreProgram = real
+		p.mend()
 		b.leftovers.PassAt = time.Time{}
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 			t.Errorf("Verify returned %v", err)
@@ -719,27 +757,23 @@ func checkOldFlavour(t *testing.T, ns *netnstest.Namespace, flavour flavour, wan
 // that work.
 func TestOldFlavourStaysWhileRulesFail(t *testing.T) {
 	for _, flavours := range [][2]flavour{{flavourNFT, flavourLegacy}, {flavourLegacy, flavourNFT}} {
-		for what, refuse := range map[string]func(*testing.T, *backend){
-			"a family fails": func(t *testing.T, b *backend) {
-				replaceText(t, &b.rulesets[1].run.restoreProgram, "s/-j MASQUERADE --random-fully/-j MISSING/")
-			},
-			"a service fails": func(t *testing.T, b *backend) { wrap(t, b.rulesets[0]) },
+		for what, refuse := range map[string]func(*programs){
+			"a family fails":  func(p *programs) { p.edit("ip6tables-*-restore", "s/-j MASQUERADE --random-fully/-j MISSING/") },
+			"a service fails": refuseAffinity,
 		} {
 			t.Run(fmt.Sprintf("from %s, %s", flavours[0], what), func(t *testing.T) {
 				ns := netnstest.New(t)
 				mustSync(t, start(t, ns, variant{flavours[0], false}), pass(everything()...))
-				b := start(t, ns, variant{flavours[1], false})
-				real := []string{b.rulesets[0].run.restoreProgram, b.rulesets[1].run.restoreProgram}
-				refuse(t, b)
+				p := newPrograms(t)
+				b := start(t, ns, variant{flavours[1], false}, p.use)
+				refuse(p)
 				for range attempts {
 					if err := b.Sync(t.Context(), pass(everything()...)); err == nil {
 						t.Fatal("Sync returned no error")
 					}
 				}
 				checkOldFlavour(t, ns, flavours[0], true)
-				for i, r := range b.rulesets {
-					r.run.restoreProgram = real[i]
-				}
+				p.mend()
 				mustSync(t, b, pass(everything()...))
 				checkOldFlavour(t, ns, flavours[0], false)
 			})
@@ -772,14 +806,10 @@ func TestOldFlavourIsRemovedLater(t *testing.T) {
 	t.Run("Start cannot read the rules", func(t *testing.T) {
 		ns := netnstest.New(t)
 		mustSync(t, start(t, ns, variant{flavourLegacy, false}), pass(everything()...))
-		program, err := findProgram("iptables-legacy-save", "iptables")
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := newPrograms(t)
 		failed := filepath.Join(t.TempDir(), "failed")
-		replaceProgram(t, &program, `[ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
-		t.Setenv("PATH", filepath.Dir(program)+":"+os.Getenv("PATH"))
-		b := start(t, ns, variant{flavourNFT, false})
+		p.replace("iptables-legacy-save", `[ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
+		b := start(t, ns, variant{flavourNFT, false}, p.use)
 		mustSync(t, b, pass(everything()...))
 		checkOldFlavour(t, ns, flavourLegacy, false)
 	})
@@ -863,9 +893,10 @@ func TestVerifyWhileOneFamilyFails(t *testing.T) {
 	for name, end := range map[string]bool{"contexts do not end": false, "each context ends": true} {
 		t.Run(name, func(t *testing.T) {
 			ns := netnstest.New(t)
-			b := start(t, ns, variant{flavourLegacy, true})
+			p := newPrograms(t)
+			b := start(t, ns, variant{flavourLegacy, true}, p.use)
 			mustSync(t, b, pass(everything()...))
-			b.rulesets[1].run.saveProgram = "false"
+			p.replace("ip6tables-*-save", "exit 1")
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
 			if end {
@@ -895,9 +926,17 @@ func TestVerifyWhileOneFamilyFails(t *testing.T) {
 // The same applies if the kernel does not even report the number of rules of one family.
 func TestVerifyWhileTheCountsOfOneFamilyFail(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{flavourLegacy, true})
+	fails := false
+	b := start(t, ns, variant{flavourLegacy, true}, func(o *Options) {
+		o.socket = func(domain, typ, protocol int) (int, error) {
+			if fails && domain == unix.AF_INET {
+				return 0, unix.EMFILE
+			}
+			return unix.Socket(domain, typ, protocol)
+		}
+	})
 	mustSync(t, b, pass(everything()...))
-	b.rulesets[0].run.netNS = 1 << 20 // no file has this descriptor
+	fails = true
 	if err := b.Verify(t.Context()); err == nil || errors.Is(err, sink.ErrStartOver) {
 		t.Fatalf("Verify returned %v", err)
 	}
@@ -912,13 +951,10 @@ func TestVerifyWhileTheCountsOfOneFamilyFail(t *testing.T) {
 // succeed while services change all the time.
 func TestOwnChangesStayVerified(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{flavourNFT, false})
+	p := newPrograms(t)
+	b := start(t, ns, variant{flavourNFT, false}, p.use)
 	mustSync(t, b, pass(everything()...))
-	var real []string
-	for _, r := range b.rulesets {
-		real = append(real, r.run.saveProgram)
-		r.run.saveProgram = "/nonexistent"
-	}
+	p.replace("*-save", "exit 1")
 	mustSync(t, b,
 		batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.7 fd00::7")),               // changes table nat in both families
 		batch(view("new", "10.96.0.9", "10.1.0.1", nodePort, externalLocal)),         // changes both tables
@@ -929,9 +965,7 @@ func TestOwnChangesStayVerified(t *testing.T) {
 	}
 	ns.Run(t, "iptables-nft", "-t", "nat", "-F", "KPNG-MARK")
 	mustSync(t, b, batch(view("web", "10.96.0.1", "10.1.0.8")))
-	for i, r := range b.rulesets {
-		r.run.saveProgram = real[i]
-	}
+	p.mend()
 	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify after a change by another program and an own change returned %v", err)
 	}
@@ -942,7 +976,8 @@ func TestOwnChangesStayVerified(t *testing.T) {
 // them.
 func TestRulesPrintedInAnotherForm(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use)
 		mustSync(t, b, pass(everything()...))
 		list := b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp")
 		edit := func() {
@@ -958,7 +993,7 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		replaceText(t, &b.rulesets[0].run.saveProgram, "s/--probability/--chance/")
+		p.edit("iptables-*-save", "s/--probability/--chance/")
 		forget(b)
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 			t.Errorf("the first Verify returned %v", err)
@@ -1004,7 +1039,8 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 // has repaired the chain, Verify finds changes of this chain, too.
 func TestEditRepeatedDuringPass(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use)
 		mustSync(t, b, pass(everything()...))
 		edit := []string{programName(v.flavour, api.IPv4, ""), "-t", "nat", "-R", b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp"), "1", "-p", "tcp", "-j", "DNAT", "--to-destination", "10.9.9.9:99"}
 		drifted := func(args ...string) {
@@ -1015,10 +1051,9 @@ func TestEditRepeatedDuringPass(t *testing.T) {
 			}
 		}
 		drifted(edit...)
-		real := b.rulesets[0].run.saveProgram
-		replaceProgram(t, &b.rulesets[0].run.saveProgram, strings.Join(edit, " ")+`; exec %s "$@"`)
+		p.replace(programName(v.flavour, api.IPv4, "save"), strings.Join(edit, " ")+`; exec %s "$@"`)
 		mustSync(t, b, pass(everything()...))
-		b.rulesets[0].run.saveProgram = real
+		p.mend()
 		if err := verify(t, b); err != nil {
 			t.Errorf("Verify after a repeated edit returned %v", err)
 		}
@@ -1090,9 +1125,9 @@ func TestRuleThatCannotBeDeleted(t *testing.T) {
 		list := b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp")
 		ns.RunWith(t, "*nat\n-A OTHERS -p tcp -g "+list+"\n-A OTHERS -p udp -j KPNG-D10\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"), "--noflush")
 
-		b = start(t, ns, v)
-		real := b.rulesets[0].run.saveProgram
-		replaceText(t, &b.rulesets[0].run.saveProgram, "s/-A OTHERS/& -m missing/")
+		p := newPrograms(t)
+		b = start(t, ns, v, p.use)
+		p.edit("iptables-*-save", "s/-A OTHERS/& -m missing/")
 		for _, c := range []*sink.Changes{pass(), pass(web), batch(view("web", "10.96.0.1", "10.1.0.2")), pass()} {
 			mustSync(t, b, c)
 			if err := verify(t, b); err != nil {
@@ -1106,7 +1141,7 @@ func TestRuleThatCannotBeDeleted(t *testing.T) {
 		if err := b.rulesets[0].remove(t.Context()); err == nil {
 			t.Error("remove returned no error")
 		}
-		b.rulesets[0].run.saveProgram = real
+		p.mend()
 		mustSync(t, b, pass(web))
 		if diff := cmp.Diff(want, saveAll(t, ns, v.flavour)); diff != "" {
 			t.Errorf("not repaired (-want +got):\n%s", diff)
@@ -1117,8 +1152,9 @@ func TestRuleThatCannotBeDeleted(t *testing.T) {
 // If iptables-save prints the jumps in another form, a pass does not add further jumps.
 func TestJumpsPrintedInAnotherForm(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
-		replaceText(t, &b.rulesets[0].run.saveProgram, "s/--ctstate NEW/--ctstate  NEW/")
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use)
+		p.edit("iptables-*-save", "s/--ctstate NEW/--ctstate  NEW/")
 		mustSync(t, b, pass(everything()...))
 		forget(b)
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
@@ -1173,36 +1209,33 @@ func TestSetLeftByAnUnfinishedReplacement(t *testing.T) {
 // If the backend cannot use sets, it uses rules.
 func TestSetsThatCannotBeUsed(t *testing.T) {
 	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
-		for name, prepare := range map[string]func(t *testing.T, ns *netnstest.Namespace, b *backend) (mend func()){
-			"a set has another type": func(t *testing.T, ns *netnstest.Namespace, b *backend) func() {
+		for name, prepare := range map[string]func(t *testing.T, ns *netnstest.Namespace, p *programs) (mend func()){
+			"a set has another type": func(t *testing.T, ns *netnstest.Namespace, _ *programs) func() {
 				ns.Run(t, "ipset", "create", "KPNG-REJECT4", "hash:net")
 				return func() { ns.Run(t, "ipset", "destroy", "KPNG-REJECT4") }
 			},
-			"the match is missing": func(t *testing.T, ns *netnstest.Namespace, b *backend) func() {
-				program := &b.rulesets[0].run.restoreProgram
-				real := *program
-				replaceText(t, program, "s/-m set /-m missing /")
-				return func() { *program = real }
+			"the match is missing": func(_ *testing.T, _ *netnstest.Namespace, p *programs) func() {
+				p.edit("iptables-*-restore", "s/-m set /-m missing /")
+				return p.mend
 			},
 			// If the kernel lacks a match, some versions of iptables-restore name only the line
 			// COMMIT in the error.
-			"the match is missing in the kernel": func(t *testing.T, ns *netnstest.Namespace, b *backend) func() {
-				program := &b.rulesets[0].run.restoreProgram
-				real := *program
-				replaceProgram(t, program, `input=$(cat)
+			"the match is missing in the kernel": func(_ *testing.T, _ *netnstest.Namespace, p *programs) func() {
+				p.replace("iptables-*-restore", `input=$(cat)
 case "$input" in
 *"-m set "*)
 	echo "iptables-restore: line $(echo "$input" | grep -n -m 1 COMMIT | cut -d : -f 1) failed" >&2
 	exit 1
 esac
 echo "$input" | %s "$@"`)
-				return func() { *program = real }
+				return p.mend
 			},
 		} {
 			t.Run(fmt.Sprint(flavour, ", ", name), func(t *testing.T) {
 				ns := netnstest.New(t)
-				b := start(t, ns, variant{flavour, false})
-				mend := prepare(t, ns, b)
+				p := newPrograms(t)
+				b := start(t, ns, variant{flavour, false}, p.use)
+				mend := prepare(t, ns, p)
 				mustSync(t, b, pass(everything()...))
 				fresh := netnstest.New(t)
 				mustSync(t, start(t, fresh, variant{flavour, true}), pass(everything()...))
@@ -1232,10 +1265,10 @@ echo "$input" | %s "$@"`)
 // If ipset fails once, a pass still uses sets.
 func TestIPSetFailsOnce(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{flavourNFT, false})
-	run := b.rulesets[0].run
+	p := newPrograms(t)
+	b := start(t, ns, variant{flavourNFT, false}, p.use)
 	failed := filepath.Join(t.TempDir(), "failed")
-	replaceProgram(t, &run.ipset, `[ "$1" != restore ] || [ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
+	p.replace("ipset", `[ "$1" != restore ] || [ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
 	mustSync(t, b, pass(everything()...))
 	if _, err := os.Stat(failed); err != nil {
 		t.Fatal("ipset did not fail")
@@ -1249,23 +1282,15 @@ func TestIPSetFailsOnce(t *testing.T) {
 func TestCleanupWaitsForSets(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.Run(t, "ipset", "create", "KPNG-NODE4", "hash:ip")
-	ipset, err := findProgram("ipset", "ipset")
-	if err != nil {
-		t.Fatal(err)
-	}
-	path := filepath.Join(t.TempDir(), "ipset")
-	script := fmt.Sprintf(`#!/bin/sh
-if [ "$1" = destroy ] && [ ! -e %[1]s.2 ]; then
-	if [ -e %[1]s.1 ]; then touch %[1]s.2; else touch %[1]s.1; fi
+	file := filepath.Join(t.TempDir(), "attempt")
+	p := newPrograms(t)
+	p.replace("ipset", `if [ "$1" = destroy ] && [ ! -e `+file+`.2 ]; then
+	if [ -e `+file+`.1 ]; then touch `+file+`.2; else touch `+file+`.1; fi
 	echo "ipset v7.17: Set cannot be destroyed: it is in use by a kernel component" >&2
 	exit 1
 fi
-exec %[2]s "$@"
-`, path, ipset)
-	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	r := &runner{ipset: path, netNS: ns.FD}
+exec %s "$@"`)
+	r := &runner{ipset: filepath.Join(p.dir, "ipset"), netNS: ns.FD}
 	if err := r.destroySets(t.Context(), (&Options{}).isOwn); err != nil {
 		t.Fatal(err)
 	}
@@ -1290,8 +1315,9 @@ func TestCleanupNamesSetInUse(t *testing.T) {
 
 func TestMissingCapabilityIsNamed(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{flavourLegacy, true})
-	replaceProgram(t, &b.rulesets[0].run.saveProgram, `exec setpriv --bounding-set=-net_raw --inh-caps=-net_raw %s "$@"`)
+	p := newPrograms(t)
+	b := start(t, ns, variant{flavourLegacy, true}, p.use)
+	p.replace("iptables-*-save", `exec setpriv --bounding-set=-net_raw --inh-caps=-net_raw %s "$@"`)
 	if err := b.Sync(t.Context(), pass(everything()...)); err == nil || !strings.Contains(err.Error(), "CAP_NET_RAW") {
 		t.Errorf("error %v", err)
 	}
@@ -1330,9 +1356,10 @@ func TestRefusedSourceIsNotTranslatedByOthers(t *testing.T) {
 func TestServiceThatFailsInOneFamily(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
-		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use, func(o *Options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(view("web", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1")))
-		replaceText(t, &b.rulesets[1].run.restoreProgram, "s/fd00::2/nonsense/")
+		p.edit("ip6tables-*-restore", "s/fd00::2/nonsense/")
 		var failed *sink.Failed
 		if err := b.Sync(t.Context(), batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.2 fd00::2"))); !errors.As(err, &failed) {
 			t.Fatalf("Sync returned %v", err)
@@ -1379,9 +1406,10 @@ func TestLastClaimWins(t *testing.T) {
 func TestFailingServiceLosesItsAddress(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
-		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use, func(o *Options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(view("a", "10.96.0.1 10.97.0.1", "10.1.0.1")))
-		wrap(t, b.rulesets[0])
+		refuseAffinity(p)
 		var failed *sink.Failed
 		if err := b.Sync(t.Context(), batch(view("a", "10.97.0.1", "10.1.0.1", affinity), view("z", "10.96.0.1", ""))); !errors.As(err, &failed) || len(*failed) != 1 {
 			t.Fatalf("Sync returned %v", err)

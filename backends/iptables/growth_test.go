@@ -180,14 +180,13 @@ func TestEndpointsOfLargeListsAreEqual(t *testing.T) {
 	}
 }
 
-// recordInput makes the programs of a ruleset append their input to a file. The returned
-// function returns the input since its last call.
-func recordInput(t *testing.T, r *ruleset) (input func() string) {
+// recordInput makes the programs for IPv4 and sets append their input to a file. The
+// returned function returns the input since its last call.
+func recordInput(p *programs) (input func() string) {
+	t := p.tb
 	path := filepath.Join(t.TempDir(), "input")
-	for _, program := range []*string{&r.run.restoreProgram, &r.run.ipset} {
-		if *program != "" {
-			replaceProgram(t, program, `case "$*" in *restore*|*noflush*) tee -a `+path+` | %s "$@" ;; *) exec %s "$@" ;; esac`)
-		}
+	for _, program := range []string{"iptables-*-restore", "ipset"} {
+		p.replace(program, `case "$*" in *restore*|*noflush*) tee -a `+path+` | %s "$@" ;; *) exec %s "$@" ;; esac`)
 	}
 	return func() string {
 		text, err := os.ReadFile(path)
@@ -219,12 +218,13 @@ func TestEndpointChangeWritesFewLines(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-				b := start(t, ns, v)
+				p := newPrograms(t)
+				b := start(t, ns, v, p.use)
 				svc := c.shape.service()
 				mustSync(t, b, pass(c.shape.view(svc)))
 				want := saveAll(t, ns, v.flavour)
 				list := b.rulesets[0].records[c.shape.view(svc).Key()].sources
-				input := recordInput(t, b.rulesets[0])
+				input := recordInput(p)
 				mustSync(t, b, batch(c.shape.view(svc, 1)))
 				if text := input(); text == "" || strings.Count(text, "\n") > c.max {
 					t.Errorf("wrote %d lines, want 1 to %d", strings.Count(text, "\n"), c.max)
@@ -504,9 +504,10 @@ func (k *kernelState) run(input string, check func()) {
 func TestSourceRangesHoldDuringChanges(t *testing.T) {
 	const addr = "-d 203.0.113.1/32 "
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
+		p := newPrograms(t)
+		b := start(t, ns, v, p.use)
 		mustSync(t, b, pass())
-		input := recordInput(t, b.rulesets[0])
+		input := recordInput(p)
 		k := kernelState{map[chainID][]string{}, map[string][]string{}}
 		s := shape{ports: 2, endpoints: 2, ranges: 5}
 		open, closed := s.service(), s.service()
@@ -567,9 +568,10 @@ func TestSourceRangesHoldDuringChanges(t *testing.T) {
 // are bounded.
 func TestLargeServiceIsWrittenLast(t *testing.T) {
 	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
-		b := start(t, netnstest.New(t), variant{flavour, false})
+		p := newPrograms(t)
+		b := start(t, netnstest.New(t), variant{flavour, false}, p.use)
 		mustSync(t, b, pass())
-		input := recordInput(t, b.rulesets[0])
+		input := recordInput(p)
 		s := shape{ports: 60, endpoints: 200, target: otherPort}
 		mustSync(t, b, batch(s.view(s.service()), view("small", "10.96.1.7", "10.1.0.1")))
 		text := input()
@@ -602,9 +604,10 @@ func TestLargeServiceIsWrittenLast(t *testing.T) {
 // In flavour nft, a large service is written in several transactions. After each of them,
 // every chain to which a rule leads has its rules.
 func TestTransactionsOfLargeServicesAreConsistent(t *testing.T) {
-	b := start(t, netnstest.New(t), variant{flavourNFT, false})
+	p := newPrograms(t)
+	b := start(t, netnstest.New(t), variant{flavourNFT, false}, p.use)
 	mustSync(t, b, pass())
-	input := recordInput(t, b.rulesets[0])
+	input := recordInput(p)
 	k := kernelState{map[chainID][]string{}, map[string][]string{}}
 	s := shape{ports: 60, endpoints: 200, target: otherPort}
 	svc := s.service()

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -67,16 +68,18 @@ PROGRAM "$@" <DIR/input.$$
 
 func newFaultyPrograms(t *testing.T) *faultyPrograms { return &faultyPrograms{t.TempDir()} }
 
-// replace replaces a program by a script.
-func (p *faultyPrograms) replace(tb testing.TB, program *string) {
-	path := filepath.Join(p.dir, filepath.Base(*program))
-	if _, err := os.Stat(path); err != nil {
-		script := strings.NewReplacer("DIR", p.dir, "PROGRAM", *program).Replace(faultyProgram)
-		if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
-			tb.Fatal(err)
-		}
+// lookPath returns the path of a program that may fail. Programs that only read never fail.
+func (p *faultyPrograms) lookPath(name string) (string, error) {
+	real, err := exec.LookPath(name)
+	if err != nil || !strings.HasSuffix(name, "restore") && name != "ipset" {
+		return real, err
 	}
-	*program = path
+	path := filepath.Join(p.dir, name)
+	if _, err := os.Stat(path); err == nil {
+		return path, nil
+	}
+	script := strings.NewReplacer("DIR", p.dir, "PROGRAM", real).Replace(faultyProgram)
+	return path, os.WriteFile(path, []byte(script), 0o755)
 }
 
 // disturb makes the programs fail with some inputs.
@@ -95,13 +98,13 @@ func (p *faultyPrograms) disturb(tb testing.TB, random *rand.Rand) (calm func())
 func (p *faultyPrograms) subject(tb testing.TB, v variant) *sinktest.Subject {
 	ns := netnstest.New(tb)
 	opts := Options{
-		Flavour: v.flavour.String(), WithoutIPSet: v.withoutIPSet,
+		Flavour: v.flavour.String(), WithoutIPSet: v.withoutIPSet, lookPath: p.lookPath,
 		Options: backends.Options{
 			NetNS: ns.FD, NodeAddresses: &backendtest.NodeAddresses{}, Sysctls: backends.IgnoreSysctls,
 			Conntrack: sink.Func(func(context.Context, *sink.Changes) error { return nil }),
 		},
 	}
-	s := &historySink{tb: tb, programs: p}
+	s := &historySink{}
 	return &sinktest.Subject{
 		Open: func() sink.Sink {
 			b, err := newBackend(opts)
@@ -125,20 +128,7 @@ func (p *faultyPrograms) subject(tb testing.TB, v variant) *sinktest.Subject {
 // historySink is a backend with faulty programs.
 type historySink struct {
 	*backend
-	tb        testing.TB
-	programs  *faultyPrograms
 	disturbed bool
-}
-
-func (s *historySink) Start(ctx context.Context) error {
-	err := s.backend.Start(ctx)
-	for _, t := range s.rulesets {
-		s.programs.replace(s.tb, &t.run.restoreProgram)
-		if t.run.ipset != "" {
-			s.programs.replace(s.tb, &t.run.ipset)
-		}
-	}
-	return err
 }
 
 // Sync begins a new pass if the last one could not use a family or sets. Without this

@@ -14,7 +14,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
@@ -227,11 +226,10 @@ func (t *ruleset) entry(tb testing.TB, text string) string {
 // In flavour nft, Verify does not read the rules while no program changes rules.
 func TestVerifyReadsRulesOnlyAfterChanges(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{flavourNFT, false})
+	p := newPrograms(t)
+	b := start(t, ns, variant{flavourNFT, false}, p.use)
 	mustSync(t, b, pass(everything()...))
-	for _, r := range b.rulesets {
-		r.run.saveProgram = "/nonexistent"
-	}
+	p.replace("*-save", "exit 1")
 	if err := verify(t, b); err != nil {
 		t.Errorf("Verify without a change: %v", err)
 	}
@@ -284,7 +282,10 @@ add KPNG-CLUSTERIPS4 255.255.255.255
 
 func TestChangeWritesOnlyItsService(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
+		written := 0
+		b := start(t, ns, v, func(o *Options) {
+			o.Observer = &backendtest.Observer{OnWrote: func(lines int, _ error) { written += lines }}
+		})
 		mustSync(t, b, passOf(many(300))...)
 		for what, c := range map[string]struct {
 			change *sink.Changes
@@ -295,10 +296,7 @@ func TestChangeWritesOnlyItsService(t *testing.T) {
 			// This limit also includes a dispatch chain in each table.
 			"a new service": {batch(view("new", "10.97.0.7", "10.0.0.1")), 20},
 		} {
-			written := 0
-			for _, r := range b.rulesets {
-				r.run.restored = func(lines int, _ error) { written += lines }
-			}
+			written = 0
 			mustSync(t, b, c.change)
 			if written == 0 || written > c.limit {
 				t.Errorf("%s: wrote %d lines, want 1 to %d", what, written, c.limit)
@@ -439,7 +437,8 @@ func TestFlavourIsDetected(t *testing.T) {
 					ns.RunWith(t, input, program)
 				}
 			}
-			got, err := detectFlavour(t.Context(), &Options{Options: backends.Options{NetNS: ns.FD}})
+			b := makeBackend(t, ns, variant{})
+			got, err := detectFlavour(t.Context(), &b.opts)
 			if err != nil || got != c.want {
 				t.Errorf("detected %s, %v; want %s", got, err, c.want)
 			}

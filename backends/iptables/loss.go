@@ -180,7 +180,7 @@ func (r *runner) getOption(option uintptr, value unsafe.Pointer, n uintptr) (err
 	}
 	nsErr := netns.Do(r.netNS, func() {
 		var fd int
-		if fd, err = unix.Socket(family, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW); err != nil {
+		if fd, err = r.socket(family, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW); err != nil {
 			return
 		}
 		defer unix.Close(fd)

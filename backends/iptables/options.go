@@ -8,11 +8,13 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"os/exec"
 	"regexp"
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
+	"golang.org/x/sys/unix"
 )
 
 // Options are the settings of the dataplane. It supports all options of
@@ -54,6 +56,11 @@ type Options struct {
 	// address. The client then resets the connection. Default: false, which drops these
 	// packets, as kube-proxy does in mode iptables.
 	AcceptInvalid bool
+
+	// lookPath returns the path of a program, and socket makes a socket that counts rules of
+	// flavour legacy. Default: [exec.LookPath] and [unix.Socket].
+	lookPath func(name string) (string, error)
+	socket   func(domain, typ, protocol int) (fd int, err error)
 }
 
 // flavour is a variant of the iptables programs. Both variants have the same syntax, but
@@ -89,6 +96,12 @@ var instanceName = regexp.MustCompile(`^[A-Za-z0-9]{0,6}$`)
 // complete checks o and fills in the defaults.
 func (o *Options) complete() error {
 	o.LockWait = cmp.Or(o.LockWait, 5*time.Second)
+	if o.lookPath == nil {
+		o.lookPath = exec.LookPath
+	}
+	if o.socket == nil {
+		o.socket = unix.Socket
+	}
 
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces",
 		"AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer", "NetNS")}

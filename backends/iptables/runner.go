@@ -30,6 +30,7 @@ type runner struct {
 	family                      api.Family
 	lockWait                    time.Duration
 	netNS                       int
+	socket                      func(domain, typ, protocol int) (fd int, err error)
 	conn                        *netfilter.Conn // the runners of both families share it
 	restored                    func(lines int, err error)
 	// transactions is the number of transactions of iptables-restore. The runners of both
@@ -56,8 +57,8 @@ func programName(flavour flavour, family api.Family, action string) string {
 
 // findProgram returns the path of a program. The error names the Debian package that
 // contains the program.
-func findProgram(name, debianPackage string) (string, error) {
-	path, err := exec.LookPath(name)
+func (o *Options) findProgram(name, debianPackage string) (string, error) {
+	path, err := o.lookPath(name)
 	if err != nil {
 		return "", fmt.Errorf("find program %s (Debian: apt-get install %s): %w", name, debianPackage, err)
 	}
@@ -66,17 +67,17 @@ func findProgram(name, debianPackage string) (string, error) {
 
 // newRunner finds the programs of a flavour for a family.
 func newRunner(opts *Options, flavour flavour, family api.Family, ipset string) (*runner, error) {
-	restore, err := findProgram(programName(flavour, family, "restore"), "iptables")
+	restore, err := opts.findProgram(programName(flavour, family, "restore"), "iptables")
 	if err != nil {
 		return nil, err
 	}
-	save, err := findProgram(programName(flavour, family, "save"), "iptables")
+	save, err := opts.findProgram(programName(flavour, family, "save"), "iptables")
 	if err != nil {
 		return nil, err
 	}
 	return &runner{
 		flavour: flavour, restoreProgram: restore, saveProgram: save, ipset: ipset, family: family,
-		lockWait: opts.LockWait, netNS: opts.NetNS, restored: opts.Observer.Wrote, transactions: new(uint32),
+		lockWait: opts.LockWait, netNS: opts.NetNS, socket: opts.socket, restored: opts.Observer.Wrote, transactions: new(uint32),
 	}, nil
 }
 
@@ -205,12 +206,12 @@ func detectFlavour(ctx context.Context, opts *Options) (flavour, error) {
 	rules := map[flavour]int{}
 	var found []flavour
 	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
-		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
+		if _, err := opts.findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
 			continue
 		}
 		found = append(found, flavour)
 		for _, family := range families {
-			save, err := findProgram(programName(flavour, family, "save"), "iptables")
+			save, err := opts.findProgram(programName(flavour, family, "save"), "iptables")
 			if err != nil {
 				continue
 			}
@@ -238,7 +239,7 @@ func detectFlavour(ctx context.Context, opts *Options) (flavour, error) {
 	case rules[flavourLegacy] > rules[flavourNFT]:
 		return flavourLegacy, nil
 	}
-	iptables, err := findProgram(programName(flavourDetected, api.IPv4, ""), "iptables")
+	iptables, err := opts.findProgram(programName(flavourDetected, api.IPv4, ""), "iptables")
 	if err != nil {
 		return flavourNFT, nil
 	}

@@ -27,15 +27,15 @@ var errNoSets = errors.New("sets cannot be used")
 
 // findIPSet returns the path of the program ipset. Its error wraps [errNoSets] if ipset
 // is not installed, or if ipset cannot list sets, usually because the kernel lacks ip_set.
-func findIPSet(ctx context.Context, netNS int) (string, error) {
-	path, err := findProgram("ipset", "ipset")
+func findIPSet(ctx context.Context, opts *Options) (string, error) {
+	path, err := opts.findProgram("ipset", "ipset")
 	if errors.Is(err, exec.ErrNotFound) {
 		return "", fmt.Errorf("%w: %w", errNoSets, err)
 	}
 	if err != nil {
 		return "", err
 	}
-	r := &runner{netNS: netNS}
+	r := &runner{netNS: opts.NetNS}
 	if _, err := r.command(ctx, "", path, "list", "-name"); err != nil {
 		if ctx.Err() != nil {
 			return "", err

@@ -108,10 +108,11 @@ func (p packed) precedence(o packed) int {
 
 func newClaims() claims {
 	return claims{tree: btree.NewG(32, func(a, b packed) bool {
-		if c := a.compareFrontend(b); c != 0 {
-			return c < 0
+		c := a.compareFrontend(b)
+		if c == 0 {
+			c = a.precedence(b)
 		}
-		return a.precedence(b) < 0
+		return c < 0
 	})}
 }
 
@@ -270,10 +271,7 @@ func (c *claims) insert(cl claim) {
 		c.byPrecedence.ReplaceOrInsert(p)
 	case claimsAddress(cl.Claim):
 		c.byPrecedence = btree.NewG(32, func(a, b packed) bool {
-			if c := cmp.Or(a.compareIP(b), a.precedence(b)); c != 0 {
-				return c < 0
-			}
-			return a.compareFrontend(b) < 0
+			return cmp.Or(a.compareIP(b), a.precedence(b), a.compareFrontend(b)) < 0
 		})
 		c.tree.Ascend(func(o packed) bool {
 			if o.version != 0 {

@@ -180,13 +180,23 @@ func TestIdleSinkIsNoHang(t *testing.T) {
 }
 
 func TestSilentSourceIsLogged(t *testing.T) {
+	for _, silent := range []bool{true, false} {
+		testSilentSource(t, silent)
+	}
+}
+
+func testSilentSource(t *testing.T, silent bool) {
 	synctest.Test(t, func(t *testing.T) {
 		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
 		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), logger), 10*time.Second)
 		defer cancel()
-		_ = sink.Run(ctx, sinktest.NewSource(), sinktest.NewRecorder(t, nil), sink.Options{})
-		if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); !strings.Contains(log, "Waiting for the source to provide services") {
-			t.Errorf("log: %s", log)
+		src := sinktest.NewSource()
+		if !silent {
+			src.MarkSynced()
+		}
+		_ = sink.Run(ctx, src, sinktest.NewRecorder(t, nil), sink.Options{})
+		if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(log, "Waiting for the source to provide services") != silent {
+			t.Errorf("the source is silent: %t; log: %s", silent, log)
 		}
 	})
 }

@@ -81,5 +81,5 @@ func (d *Driver) use() (release func(), err error) {
 // other variables. Pointers to values of size 0 may all be equal.
 func hasIdentity(v any) bool {
 	t := reflect.TypeOf(v)
-	return t != nil && t.Kind() == reflect.Pointer && t.Elem().Size() > 0
+	return t.Kind() == reflect.Pointer && t.Elem().Size() > 0
 }

@@ -13,6 +13,11 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
+// value is a sink that cannot be nil.
+type value struct{}
+
+func (value) Sync(context.Context, *sink.Changes) error { return nil }
+
 func TestInvalidSettingsAreErrors(t *testing.T) {
 	ok := sink.Func(func(context.Context, *sink.Changes) error { return nil })
 	cases := []struct {
@@ -22,6 +27,7 @@ func TestInvalidSettingsAreErrors(t *testing.T) {
 		want string // in the error; empty if there is none
 	}{
 		{"the zero options are valid", ok, sink.Options{}, ""},
+		{"a sink that is no pointer", value{}, sink.Options{}, ""},
 		{"no sink", nil, sink.Options{Name: "nft"}, "sink nft is nil"},
 		{"a nil pointer", (*hanging)(nil), sink.Options{}, "sink is a nil *sink_test.hanging"},
 		{"a nil wrapper", (*wrapper)(nil), sink.Options{}, "sink is a nil *sink_test.wrapper"},

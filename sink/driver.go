@@ -199,7 +199,9 @@ func (d *Driver) stopTimeout(ctx context.Context) time.Duration {
 func (d *Driver) StartOver() {
 	d.update(func() {
 		d.requestPass()
-		d.hurry = d.hurry || d.status.SyncingSince.IsZero()
+		if d.status.SyncingSince.IsZero() {
+			d.hurry = true
+		}
 	})
 	select {
 	case d.kick <- struct{}{}:
@@ -227,8 +229,8 @@ func (d *Driver) wait(ctx context.Context) error {
 		switch {
 		case d.pass != nil || d.node.pending && d.node.failures == 0:
 			retryAt, retry = time.Time{}, true
-		case d.node.failures > 0 && (!retry || d.node.retryAt.Before(retryAt)):
-			retryAt, retry = d.node.retryAt, true
+		case d.node.failures > 0:
+			retryAt, retry = earlier(retryAt, d.node.retryAt), true
 		}
 		due := queued || retry && !retryAt.After(now)
 		if due && !d.notBefore.After(now) {
@@ -287,14 +289,16 @@ func (d *Driver) handleStartOver(ctx context.Context) {
 // the preparation.
 func (d *Driver) prepare(ctx context.Context) bool {
 	p, ok := As[Preparer](d.sink)
-	if ok && d.preparing == nil {
-		err := d.call(ctx, "PreparePass", func(ctx context.Context) error {
+	if !ok {
+		return true
+	}
+	if d.preparing == nil {
+		_ = d.call(ctx, "PreparePass", func(ctx context.Context) error {
 			d.preparing = p.PreparePass(ctx)
 			return nil
 		})
-		ok = err == nil
 	}
-	return !ok || d.preparing == nil || isClosed(d.preparing)
+	return d.preparing == nil || isClosed(d.preparing)
 }
 
 // isSynced reports whether a pass is complete and no newer pass is needed. The caller

@@ -572,6 +572,50 @@ func TestOnceEndsWhenEverythingIsApplied(t *testing.T) {
 	})
 }
 
+func TestOnceWaitsForEachBatchAndTheNode(t *testing.T) {
+	run(t, sink.Options{Once: true, BatchSize: 1}, nil, func(w *world) {
+		w.src.Set(manyViews(3)...)
+		w.src.MarkSynced()
+		if err := <-w.ended; err != nil || len(w.rec.Views()) != 4 {
+			w.Errorf("Run returned %v after %d services, want 4", err, len(w.rec.Views()))
+		}
+	})
+	good := false
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		if c.Node != nil && !good {
+			return errBusy
+		}
+		return nil
+	})
+	run(t, sink.Options{Once: true}, s, func(w *world) {
+		w.src.SetNode(&api.Node{Name: "n"})
+		w.src.MarkSynced()
+		time.Sleep(time.Minute)
+		select {
+		case err := <-w.ended:
+			w.Fatalf("Run returned %v, but the sink refuses the Node", err)
+		default:
+		}
+		good = true
+		if err := <-w.ended; err != nil || w.rec.Node() == nil {
+			w.Errorf("Run returned %v, the sink has the Node %v", err, w.rec.Node())
+		}
+	})
+}
+
+// A source may be used again after the end of a driver. The next sink gets all services.
+func TestSourceIsUsedAgain(t *testing.T) {
+	src := sinktest.NewSource()
+	src.Set(view(web, 1), view(dns, 2))
+	src.MarkSynced()
+	for range 2 {
+		rec := sinktest.NewRecorder(t, nil)
+		if err := sink.Run(t.Context(), src, rec, sink.Options{Once: true}); err != nil || len(rec.Views()) != 2 {
+			t.Errorf("Run returned %v, and the sink has %d services", err, len(rec.Views()))
+		}
+	}
+}
+
 func TestWaitApplied(t *testing.T) {
 	run(t, sink.Options{}, nil, func(w *world) {
 		applied := func(revision uint64) bool {
@@ -1110,7 +1154,57 @@ func TestStopTimeout(t *testing.T) {
 	}
 }
 
+// verified is a sink that chooses the interval of Verify.
+type verified struct {
+	stages
+	interval time.Duration
+}
+
+func (v *verified) VerifyInterval() time.Duration { return v.interval }
+
+func TestVerifyIntervalOfTheSink(t *testing.T) {
+	for _, tc := range []struct {
+		sinks time.Duration
+		want  int // the number of calls in ten minutes
+	}{{0, 9}, {20 * time.Second, 29}, {-1, 0}} {
+		synctest.Test(t, func(t *testing.T) {
+			calls := 0
+			s := &verified{stages{verify: func(context.Context) error { calls++; return nil }}, tc.sinks}
+			src := sinktest.NewSource()
+			src.MarkSynced()
+			ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), klog.Logger{}), 10*time.Minute-time.Second)
+			defer cancel()
+			_ = sink.Run(ctx, src, s, sink.Options{})
+			if calls != tc.want {
+				t.Errorf("interval %v: %d calls of Verify, want %d", tc.sinks, calls, tc.want)
+			}
+		})
+	}
+}
+
 func TestVerify(t *testing.T) {
+	t.Run("does not run during a backoff", func(t *testing.T) {
+		calls := 0
+		s := &stages{verify: func(context.Context) error { calls++; return nil }}
+		runWith(t, sink.Options{}, func(d *sink.Driver) {
+			backoff(time.Hour, time.Hour)(d)
+			everyMinute(d)
+		}, s, func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.script.Add(sinkscript.Fail(errBusy))
+			w.src.Set(view(web, 2))
+			time.Sleep(time.Hour - time.Second)
+			if calls > 0 {
+				w.Errorf("%d calls of Verify", calls)
+			}
+			time.Sleep(2 * time.Minute)
+			synctest.Wait()
+			if calls == 0 {
+				w.Error("Verify is not called after the backoff")
+			}
+		})
+	})
 	t.Run("runs at its interval when the driver is idle", func(t *testing.T) {
 		var at []time.Time
 		s := &stages{verify: func(context.Context) error {

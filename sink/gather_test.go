@@ -123,10 +123,52 @@ func TestFirstChangeDoesNotWaitForTheInterval(t *testing.T) {
 // preparing is a sink that is prepared for a pass when ready is closed.
 type preparing struct {
 	sink.Func
-	ready chan struct{}
+	ready              chan struct{}
+	panics             bool
+	prepared, verified int // the numbers of calls
 }
 
-func (p *preparing) PreparePass(context.Context) <-chan struct{} { return p.ready }
+func (p *preparing) PreparePass(context.Context) <-chan struct{} {
+	p.prepared++
+	if p.panics {
+		panic("no memory")
+	}
+	return p.ready
+}
+
+func (p *preparing) Verify(context.Context) error { p.verified++; return nil }
+
+// TestPreparationOfAPass checks that a pass begins as soon as the sink is prepared, even in
+// the minimum interval, and that the sink is not verified before.
+func TestPreparationOfAPass(t *testing.T) {
+	s := &preparing{Func: func(context.Context, *sink.Changes) error { return nil }}
+	runWith(t, sink.Options{MinInterval: time.Hour}, func(d *sink.Driver) { d.SetVerifyInterval(time.Second) }, s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		s.ready = make(chan struct{})
+		w.driver.StartOver()
+		synctest.Wait()
+		before := s.verified
+		time.Sleep(2 * time.Hour)
+		w.src.Set(view(web, 2))
+		synctest.Wait()
+		if s.verified != before || s.prepared != 1 || w.driver.Status().Passes != 1 || len(w.rec.Syncs()) != 2 {
+			t.Errorf("before the pass: %d calls of Verify and %d of PreparePass, status %+v", s.verified-before, s.prepared, w.driver.Status())
+		}
+		close(s.ready)
+		synctest.Wait()
+		if w.driver.Status().Passes != 2 {
+			t.Errorf("after the preparation: status %+v", w.driver.Status())
+		}
+		time.Sleep(time.Minute)
+		s.panics = true // so there is no preparation
+		w.driver.StartOver()
+		synctest.Wait()
+		if w.driver.Status().Passes != 3 || s.prepared != 2 {
+			t.Errorf("after a panic of PreparePass: %d calls, status %+v", s.prepared, w.driver.Status())
+		}
+	})
+}
 
 // TestChangesBeforeAPassIsPrepared checks that the driver delivers changes until the sink is
 // prepared for the pass that StartOver requests.

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/kpng-project/kpng/api"
@@ -145,6 +146,32 @@ func TestNextServicesOfAPass(t *testing.T) {
 	check("nothing is left", nil, false, false, false, false, "")
 	p.large[named("l")] = struct{}{}
 	check("the large service waits", nil, false, false, false, true, "")
+}
+
+// TestChangesAheadOfAPassAreLimited admits new services one after the other, while the pass
+// does not proceed.
+func TestChangesAheadOfAPassAreLimited(t *testing.T) {
+	p := &delivery{ahead: map[types.NamespacedName]struct{}{}, reached: named("c")}
+	for _, c := range []struct {
+		name string
+		want bool
+	}{{"d", true}, {"e", true}, {"f", true}, {"g", false}, {"a", true}, {"e", true}} {
+		if admitted := p.admit([]Change{{Key: named(c.name), New: sized(c.name, 0)}}, 3); (len(admitted) == 1) != c.want {
+			t.Errorf("service %s is admitted: %t", c.name, !c.want)
+		}
+	}
+	if len(p.ahead) != 3 {
+		t.Errorf("%d services are ahead of the pass", len(p.ahead))
+	}
+}
+
+func TestEarlierIgnoresMissingTimes(t *testing.T) {
+	first, second, none := time.Unix(1, 0), time.Unix(2, 0), time.Time{}
+	for _, c := range [][3]time.Time{{first, second, first}, {second, first, first}, {first, none, first}, {none, first, first}, {none, none, none}} {
+		if got := earlier(c[0], c[1]); !got.Equal(c[2]) {
+			t.Errorf("earlier(%v, %v) is %v, want %v", c[0], c[1], got, c[2])
+		}
+	}
 }
 
 func TestFailedServicesAreLogged(t *testing.T) {

@@ -324,18 +324,6 @@ var rules = []struct {
 			"conformance/established TCP connections to draining endpoints continue, and new ones use other endpoints",
 		}},
 	}},
-	{"Fields for authors of backends", []rule{
-		{"If the lists of an endpoint are the", "selection.assignLists selection.portScopes scopesOf", []string{
-			"nodeview.TestClusterList/the fallback is decided for each port",
-			"nodeview.TestScopesOf",
-		}},
-		{"PortOverrides map service ports to port numbers of", "portOverrides", []string{
-			"nodeview.TestPortOverrides/every named port has an override",
-			"nodeview.TestPortOverrides/an unnamed port with a named targetPort has an override of that name",
-			"nodeview.TestPortOverrides/an unnamed port with a numeric targetPort has an override only if the number differs",
-			"api.TestTargetPort",
-		}},
-	}},
 	{"Verdict for an empty list", []rule{
 		{"Reject, with a TCP reset or ICMP port", "usable portLists.traffic", []string{
 			"nodeview.TestTrafficAndVerdicts/no usable endpoint anywhere: reject",
@@ -508,41 +496,12 @@ var rules = []struct {
 			"internal/healthcheck.TestAddressesAreFollowed",
 			"internal/healthcheck.TestFailedPortIsReportedAndRetried",
 		}},
-		{"The proxy's own /healthz is 503 while syncing", "health.isEligible", []string{
+		{"The proxy's own /healthz depends on its syncs,", "health.isEligible", []string{
 			"health.TestHealthResponses/the node is about to be deleted",
 			"health.TestHealthResponses/the node is being deleted",
 			"health.TestHealthResponses/the node does not exist",
 			"health.TestHealthResponses/the source has not synced",
 			"app.TestHealthOfClient",
-		}},
-	}},
-	{"Cost of a change", []rule{
-		{"An event that does not change this node's", "feed.feed.addChanges api.View.Equal", []string{
-			"feed.TestUpdates/nothing changed",
-			"feed.TestUpdates/changes on another node are not delivered",
-			"api.TestEqualComparesEveryField",
-		}},
-		{"A changed endpoint changes only its own service", "sink.Change.Endpoints", []string{
-			"feed.TestOneOfAThousandEndpointsFlips",
-			"nodeview.FuzzView",
-		}},
-		{"The time for a view and its frontends", "portCheck.next slicePorts api.Endpoint.TargetPort", []string{
-			"nodeview.TestCostGrowsWithSize",
-			"watcher.TestConversionTimeGrowsWithObjects",
-		}},
-		{"A large service (size 4096 or more) is", "sink.Driver.addLarge feed.feed.addChanges", []string{
-			"sink.TestLargeServicesComeAfterOthers/in one update",
-			"sink.TestLargeServicesComeAfterOthers/in a pass, after all batches",
-			"sink.TestLargeServicesComeAfterOthers/if all change all the time, they take turns",
-			"feed.TestViewsOfLargeServicesAreNotComputedAhead",
-		}},
-		{"Waiting events of one object cost one conversion.", "watcher/kube.queue.put", []string{
-			"watcher/kube.TestWaitingEventsOfAnObjectCostOneConversion",
-			"watcher/kube.TestListingReplacesWaitingEvents",
-		}},
-		{"Readers of the state do not wait for", "cluster.State.Snapshot feed.feed.addChanges", []string{
-			"cluster.TestReadersDoNotWaitForAnUpdate",
-			"feed.TestUpdates/this node becomes known, and its zone selects endpoints",
 		}},
 	}},
 	{"Services that are too large", []rule{

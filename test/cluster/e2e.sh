@@ -20,7 +20,14 @@ require_cluster
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 focus=${FOCUS:-'\[sig-network\] (Services|LoadBalancers|Service CIDRs|ServiceCIDR and IPAddress API|Service endpoints latency|Networking (Granular Checks|should check)|EndpointSlice|Endpoints|Conntrack|KubeProxy|HostPort|Traffic Distribution|Topology Hints|Proxy|DNS|API Server|Ingress(Class)? API|\[Feature:IPv6DualStack\])'}
 labels=${LABELS:-'(Feature: isSubsetOf {IPv6DualStack, LoadBalancer}) && !Disruptive'}
-# docs/operate/cluster.md explains why these tests are omitted.
+# These tests are omitted:
+# - SCTPConnectivity: many kernels lack SCTP. The conformance tests of kpng send it in QEMU.
+# - Disruptive: they log into nodes with SSH, or restart pods of kube-proxy and of the API server,
+#   as TestUpgrades does.
+# - "should only target nodes with endpoints": it connects to IPv6 addresses of a service with IPv4
+#   only, so it fails with kube-proxy, too.
+# - "DNS configMap": they change CoreDNS in pods, but here CoreDNS is a process.
+# - the features LocalhostNodePorts and KubeProxyNFAcct: they are for kube-proxy's mode iptables.
 skip=${SKIP:-'SCTPConnectivity|DNS configMap|should only target nodes with endpoints'}
 clean() { local list; list=$(kubectl get namespaces -o name) && ! grep -qvE '/(default|kube-.*)$' <<<"$list"; }
 wait_for 180 "namespaces of the last run" clean

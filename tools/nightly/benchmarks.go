@@ -9,7 +9,7 @@ import "time"
 func benchmarkParts() []part {
 	var parts []part
 	add := func(name string, limit time.Duration, long bool, commands string) {
-		parts = append(parts, part{Name: "bench-" + name, About: "benchmarks of " + name, Limit: limit, Long: long, Command: commands})
+		parts = append(parts, part{Name: "bench-" + name, About: "benchmarks of " + name, Limit: limit, Long: long, Alone: true, Command: commands})
 	}
 	add("watcher", 20*time.Minute, false, `go test -run xxx -bench 'Ingest|Relist' -benchtime 5x -count 3 ./watcher/kube
 go test -run xxx -bench OneEndpointChanges -benchtime 5000x -count 3 ./watcher/kube

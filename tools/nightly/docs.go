@@ -88,35 +88,65 @@ func replaceGenerated(page []byte, text string) ([]byte, error) {
 	return slices.Concat(before, []byte(generatedBegin+"\n"+text+"\n"+generatedEnd), after), nil
 }
 
-// nightlyTable lists all parts.
+// nightlyTable lists the results of all parts. Parts without a result are one line.
 func nightlyTable(results []partResult) string {
 	var text strings.Builder
-	text.WriteString("| part | what it does | last result | time | figures |\n|---|---|---|---|---|\n")
+	var missing, long []string
+	count := map[string]int{}
 	for _, r := range results {
-		name := "`" + r.Name + "`"
-		if r.Long {
-			name += ", long"
+		switch {
+		case r.last != nil:
+			count[r.last.Outcome]++
+		case r.Long:
+			long = append(long, "`"+r.Name+"`")
+		default:
+			missing = append(missing, "`"+r.Name+"`")
 		}
+	}
+	var counts []string
+	for _, outcome := range []string{passed, failed, timedOut, skipped} {
+		if count[outcome] > 0 {
+			counts = append(counts, fmt.Sprintf("%d %s", count[outcome], outcome))
+		}
+	}
+	if len(counts) > 0 {
+		fmt.Fprintf(&text, "Last results: %s.\n\n| part | what it does | result | date, commit | time | figures |\n|---|---|---|---|---|---|\n", strings.Join(counts, ", "))
+	}
+	for _, r := range results {
 		if r.last == nil {
-			fmt.Fprintf(&text, "| %s | %s | not run | | |\n", name, r.About)
 			continue
 		}
 		figures := summary(r.last.Figures)
 		if strings.HasPrefix(r.Name, "bench-") && len(r.last.Figures) > 0 {
 			figures = "[benchmarks.md](benchmarks.md#" + r.Name + ")"
 		}
-		fmt.Fprintf(&text, "| %s | %s | %s | %s | %s |\n", name, r.About, r.last.describe(), duration(r.last.Seconds), figures)
+		fmt.Fprintf(&text, "| `%s` | %s | %s | %s, `%.8s` | %s | %s |\n", r.Name, r.About, r.last.outcome(), r.last.Date.Format(time.DateOnly), r.last.Commit, duration(r.last.Seconds), figures)
+	}
+	for _, list := range []struct {
+		title string
+		names []string
+	}{{"No result yet", missing}, {"Long parts without a result", long}} {
+		if len(list.names) > 0 {
+			if text.Len() > 0 {
+				text.WriteString("\n")
+			}
+			fmt.Fprintf(&text, "%s (%d): %s.\n", list.title, len(list.names), strings.Join(list.names, ", "))
+		}
 	}
 	return text.String()
 }
 
+// outcome returns the outcome, and the reason if there is one.
+func (r *result) outcome() string {
+	if r.Reason == "" {
+		return r.Outcome
+	}
+	return r.Outcome + ": " + r.Reason
+}
+
 // describe returns the outcome, date, commit and kernel of a result.
 func (r *result) describe() string {
-	outcome := r.Outcome
-	if r.Reason != "" {
-		outcome += ": " + r.Reason
-	}
-	return fmt.Sprintf("%s, %s, commit %s, Linux %s", outcome, r.Date.Format(time.DateOnly), r.Commit, r.Kernel)
+	return fmt.Sprintf("%s, %s, commit %s, Linux %s", r.outcome(), r.Date.Format(time.DateOnly), r.Commit, r.Kernel)
 }
 
 // conformanceTable lists the results of the conformance kit.

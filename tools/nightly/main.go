@@ -8,7 +8,9 @@
 //	.ci/nightly --docs       write the results into the documentation
 //
 // A PATTERN is the name of a part, or a pattern such as 'bench-*'. Parts that are long run
-// only if a pattern names them.
+// only if a pattern names them. With --jobs N, N parts run at the same time (default 2). Parts
+// that measure durations, or that need something of which the host has only one, run alone
+// after the others.
 //
 // The result of a part is a line of JSON at the end of results/PART.jsonl. A result applies
 // to the code of a commit: all files except the folders results and docs, and Markdown
@@ -27,16 +29,12 @@ import (
 	"os/signal"
 	"path"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"syscall"
 	"time"
 )
 
 func main() {
-	// The kernel kills a part when the thread that started it ends. So this goroutine keeps its
-	// thread.
-	runtime.LockOSThread()
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "nightly:", err)
 		os.Exit(1)
@@ -46,8 +44,12 @@ func main() {
 func run() error {
 	list := flag.Bool("list", false, "list the parts")
 	docs := flag.Bool("docs", false, "write the results into the documentation")
+	jobs := flag.Int("jobs", 2, "how many `parts` run at the same time, without those that run alone")
 	root := flag.String("root", ".", "`folder` of the repository")
 	flag.Parse()
+	if *jobs < 1 {
+		return errors.New("--jobs must be at least 1")
+	}
 	if err := os.Chdir(*root); err != nil {
 		return err
 	}
@@ -75,7 +77,9 @@ func run() error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	r := runner{store: store, commit: commit, logs: filepath.Join(os.TempDir(), "kpng-nightly"), out: os.Stdout, grace: time.Minute}
+	logs := filepath.Join(os.TempDir(), "kpng-nightly")
+	fmt.Printf("outputs of the parts: %s/PART.log\n", logs)
+	r := runner{store: store, commit: commit, logs: logs, out: os.Stdout, jobs: *jobs, grace: time.Minute}
 	err = r.runAll(ctx, selected, flag.NArg() > 0)
 	return errors.Join(err, writeDocs(allParts(), store))
 }
@@ -130,6 +134,9 @@ func printList(parts []part, store store, code string) error {
 		limit := p.Limit.String()
 		if p.Long {
 			limit += ", long"
+		}
+		if p.Alone {
+			limit += ", alone"
 		}
 		fmt.Printf("%-34s %-34s usually %-10s limit %s\n", p.Name, last, usual, limit)
 	}

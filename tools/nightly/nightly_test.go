@@ -12,11 +12,13 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // newRunner returns a runner for the code with a hash.
-func newRunner(dir, code string) runner {
-	return runner{store: store{filepath.Join(dir, "results")}, commit: commit{Hash: "c" + code, Code: code}, logs: filepath.Join(dir, "logs"), out: io.Discard, grace: 10 * time.Second}
+func newRunner(dir, code string) *runner {
+	return &runner{store: store{filepath.Join(dir, "results")}, commit: commit{Hash: "c" + code, Code: code}, logs: filepath.Join(dir, "logs"), out: io.Discard, jobs: 2, grace: 10 * time.Second}
 }
 
 // outcomes returns the outcomes of all results of parts.
@@ -45,8 +47,10 @@ func TestOutcomes(t *testing.T) {
 	}
 	r := newRunner(dir, "1")
 	err := r.runAll(t.Context(), parts, false)
-	if want := "fails, lasts, lacks"; err == nil || !strings.HasSuffix(err.Error(), want) {
-		t.Errorf("error %v, want one that names %s", err, want)
+	for _, name := range []string{"fails", "lasts", "lacks"} {
+		if err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("error %v, want one that names %s", err, name)
+		}
 	}
 	want := map[string][]string{"fails": {failed}, "lasts": {timedOut}, "lacks": {skipped}, "passes": {passed}}
 	if got := outcomes(t, r.store, parts...); !reflect.DeepEqual(got, want) {
@@ -71,6 +75,11 @@ func TestStoppedRunContinues(t *testing.T) {
 		{Name: "first", Command: "echo first >>" + ran, Limit: time.Minute},
 		{Name: "second", Command: "echo second >>" + ran + "; [ -e " + started + " ] || { mkfifo " + started + "; echo >" + started + "; sleep 1000; }", Limit: time.Minute},
 	}
+	run := func(code string, parts []part, again bool) error {
+		r := newRunner(dir, code)
+		r.jobs = 1
+		return r.runAll(t.Context(), parts, again)
+	}
 	ctx, stop := context.WithCancel(t.Context())
 	go func() {
 		for {
@@ -81,16 +90,18 @@ func TestStoppedRunContinues(t *testing.T) {
 		}
 		stop()
 	}()
-	if err := newRunner(dir, "1").runAll(ctx, parts, false); err == nil || !strings.Contains(err.Error(), "part second: stopped") {
+	r := newRunner(dir, "1")
+	r.jobs = 1
+	if err := r.runAll(ctx, parts, false); err == nil || !strings.Contains(err.Error(), "part second: stopped") {
 		t.Fatalf("error %v, want that the second part was stopped", err)
 	}
-	if err := newRunner(dir, "1").runAll(t.Context(), parts, false); err != nil {
+	if err := run("1", parts, false); err != nil {
 		t.Fatal(err)
 	}
-	if err := newRunner(dir, "2").runAll(t.Context(), parts, false); err != nil {
+	if err := run("2", parts, false); err != nil {
 		t.Fatal(err)
 	}
-	if err := newRunner(dir, "2").runAll(t.Context(), parts[1:], true); err != nil {
+	if err := run("2", parts[1:], true); err != nil {
 		t.Fatal(err)
 	}
 	got, err := os.ReadFile(ran)
@@ -103,6 +114,61 @@ func TestStoppedRunContinues(t *testing.T) {
 	want := map[string][]string{"first": {passed, passed}, "second": {passed, passed, passed}}
 	if got := outcomes(t, newRunner(dir, "").store, parts...); !reflect.DeepEqual(got, want) {
 		t.Errorf("outcomes %v, want %v", got, want)
+	}
+}
+
+// TestPartsRunBesideEachOther has two parts that end only if both run at the same time, and
+// a part that must run when no other does. Their temporary folders are not the same, and are
+// removed.
+func TestPartsRunBesideEachOther(t *testing.T) {
+	dir := t.TempDir()
+	pipe, busy := filepath.Join(dir, "pipe"), filepath.Join(dir, "busy")
+	if err := unix.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	parts := []part{
+		{Name: "measures", Alone: true, Limit: time.Minute, Command: "mkdir " + busy + "; sleep 0.1; rmdir " + busy + "; echo $TMPDIR >" + dir + "/t3"},
+		{Name: "reads", Limit: time.Minute, Command: "mkdir " + busy + "; read line <" + pipe + "; rmdir " + busy + "; touch $TMPDIR/left; echo $TMPDIR >" + dir + "/t1"},
+		{Name: "writes", Limit: time.Minute, Command: "echo line >" + pipe + "; [ ! -e $TMPDIR/left ]; echo $TMPDIR >" + dir + "/t2"},
+	}
+	r := newRunner(dir, "1")
+	if err := r.runAll(t.Context(), parts, false); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"t1", "t2", "t3"} {
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := os.Stat(strings.TrimSpace(string(text))); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the temporary folder %s remains: %v", text, err)
+		}
+	}
+}
+
+// TestFailuresAreNamed expects the lines that name what failed, or else the last lines, and
+// the name of the file with the output.
+func TestFailuresAreNamed(t *testing.T) {
+	dir := t.TempDir()
+	parts := []part{
+		{Name: "tests", Limit: time.Minute, Command: "echo start; echo '--- PASS: TestA'; echo '    --- FAIL: TestB/c (0.1s)'; seq 30; false"},
+		{Name: "script", Limit: time.Minute, Command: "seq 100 130; echo; false"},
+	}
+	r := newRunner(dir, "1")
+	var out strings.Builder
+	r.out = &out
+	if err := r.runAll(t.Context(), parts, false); err == nil {
+		t.Error("no error")
+	}
+	for _, want := range []string{"\n        --- FAIL: TestB/c (0.1s)\n    output: " + dir + "/logs/tests.log\n", "\n    123\n    124\n", "\n    130\n    output: "} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("the output lacks %q:\n%s", want, out.String())
+		}
+	}
+	for _, unwanted := range []string{"TestA", "start", "    122\n"} {
+		if strings.Contains(out.String(), unwanted) {
+			t.Errorf("the output has %q:\n%s", unwanted, out.String())
+		}
 	}
 }
 
@@ -202,8 +268,8 @@ func TestParts(t *testing.T) {
 
 func TestGeneratedText(t *testing.T) {
 	last := &result{Outcome: timedOut, Date: time.Date(2026, 11, 27, 0, 0, 0, 0, time.UTC), Commit: "abc", Kernel: "6.1", Seconds: 61, Figures: []figure{{"B/n=1", "sec/op", []float64{0.002, 0.001}}}}
-	results := []partResult{{part{Name: "bench-a", About: "text", Command: "go test"}, last}, {part{Name: "b", About: "more"}, nil}}
-	for _, want := range []string{"timed out, 2026-11-27, commit abc", "| 1m1s |", "| `b` | more | not run |"} {
+	results := []partResult{{part{Name: "bench-a", About: "text", Command: "go test"}, last}, {part{Name: "b", About: "more"}, nil}, {part{Name: "c", Long: true}, nil}}
+	for _, want := range []string{"Last results: 1 timed out.", "| timed out | 2026-11-27, `abc` | 1m1s |", "No result yet (1): `b`.", "Long parts without a result (1): `c`."} {
 		if got := nightlyTable(results); !strings.Contains(got, want) {
 			t.Errorf("the table lacks %q:\n%s", want, got)
 		}

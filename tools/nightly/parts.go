@@ -20,10 +20,13 @@ type part struct {
 	Command string
 	// Long parts run only if a pattern names them, because they would not fit into a night.
 	Long bool
+	// Alone parts run beside no other part, because they measure durations, or because they use
+	// names or ports of the host.
+	Alone bool
 }
 
-// allParts returns the parts in the order in which they run. Without the long ones, they
-// take about six hours on two idle cores. The limits allow for a busy machine.
+// allParts returns all parts. Without the long ones, they take about six hours on two idle
+// cores if they run one after the other. The limits allow for a busy machine.
 func allParts() []part {
 	parts := []part{
 		{
@@ -51,7 +54,7 @@ func allParts() []part {
 			Command: "cd test; go list ./... | grep -vE '/(allip|dataplane|calibration|referee|cluster|growth)$' | xargs go test -race -count=5 -timeout 60m",
 		},
 		{
-			Name: "repeat-allip", About: "all-ip five times alone, because it measures durations", Limit: 20 * time.Minute,
+			Name: "repeat-allip", About: "all-ip five times alone, because it measures durations", Limit: 20 * time.Minute, Alone: true,
 			Command: "cd test; go test -race -count=5 -timeout 60m ./allip -within 1s",
 		},
 		{
@@ -136,11 +139,11 @@ go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -hist
 			Command: "cd test; go test -v -count=1 -timeout 40m -run Soak ./dataplane -soak 20m -soak-ebpf",
 		},
 		{
-			Name: "growth", About: "growth of costs with eight times larger objects than in `hack/test`", Limit: 3 * time.Hour, Long: true,
+			Name: "growth", About: "growth of costs with eight times larger objects than in `hack/test`", Limit: 3 * time.Hour, Long: true, Alone: true,
 			Command: "cd test; go test -v -count=1 -timeout 3h ./growth -scale 8",
 		},
 		{
-			Name: "objective", About: "the [network programming objective](benchmarks.md#the-network-programming-objective), for an hour", Limit: 90 * time.Minute, Long: true,
+			Name: "objective", About: "the [network programming objective](benchmarks.md#the-network-programming-objective), for an hour", Limit: 90 * time.Minute, Long: true, Alone: true,
 			Command: "cd test; go test -v -count=1 -timeout 90m -run Objective ./growth -objective-for 1h -objective-services 100000 -objective-passes 5m -objective-limit 10ms",
 		},
 		{
@@ -218,7 +221,7 @@ CGO_ENABLED=0 go build -C test -o "$kernel/kernel" ./kernel
 // and tests of kpng.
 func clusterParts() []part {
 	parts := []part{{
-		Name: "cluster-smoke", About: "18 of [Kubernetes' own tests](../operate/cluster.md#kubernetes-own-tests) with kpng", Limit: 40 * time.Minute,
+		Name: "cluster-smoke", About: "18 of [Kubernetes' own tests](../operate/cluster.md#kubernetes-own-tests) with kpng", Limit: 40 * time.Minute, Alone: true,
 		Command: `trap 'hack/cluster down' EXIT
 hack/cluster up
 hack/cluster smoke /tmp/kpng-nightly/e2e-smoke`,
@@ -231,7 +234,7 @@ hack/cluster smoke /tmp/kpng-nightly/e2e-smoke`,
 			compare = fmt.Sprintf("\n[ ! -e /tmp/kpng-nightly/e2e-kube-proxy/summary.tsv ] || hack/cluster compare /tmp/kpng-nightly/e2e-kube-proxy /tmp/kpng-nightly/e2e-%s", proxy.name)
 		}
 		parts = append(parts, part{
-			Name: "cluster-" + proxy.name, Long: true, Limit: 2 * time.Hour,
+			Name: "cluster-" + proxy.name, Long: true, Alone: true, Limit: 2 * time.Hour,
 			About: "[Kubernetes' own tests](../operate/cluster.md#kubernetes-own-tests), `TestChurn` and `TestAllIP` with " + proxy.name,
 			Command: fmt.Sprintf(`trap 'hack/cluster down' EXIT
 hack/cluster up %[1]s
@@ -245,7 +248,7 @@ FOCUS='Topology Hints|Traffic Distribution' hack/cluster e2e /tmp/kpng-nightly/e
 		})
 	}
 	return append(parts, part{
-		Name: "cluster-upgrades", Long: true, Limit: time.Hour, About: "`TestUpgrades` of a [whole cluster](../operate/cluster.md#kpngs-own-tests)",
+		Name: "cluster-upgrades", Long: true, Alone: true, Limit: time.Hour, About: "`TestUpgrades` of a [whole cluster](../operate/cluster.md#kpngs-own-tests)",
 		Command: `trap 'hack/cluster down' EXIT
 hack/cluster up
 hack/cluster test -test.v -test.run Upgrades`,

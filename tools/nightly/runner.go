@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -10,9 +11,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"runtime"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 )
 
 // runner runs parts and stores their results.
@@ -21,31 +27,52 @@ type runner struct {
 	commit commit
 	// logs is the folder of the outputs of parts.
 	logs string
-	// out gets a line for each part.
-	out io.Writer
+	// out gets lines about each part. Only printf writes to it.
+	out   io.Writer
+	print sync.Mutex
+	// jobs is the number of parts that run at the same time, without those that run alone.
+	jobs int
 	// grace is how long a part may clean up after its time limit.
 	grace time.Duration
 }
 
-// runAll runs the parts that have no result for this code, or with again all parts.
-func (r runner) runAll(ctx context.Context, parts []part, again bool) error {
+// printf writes the lines of one part without lines of others between them.
+func (r *runner) printf(format string, args ...any) {
+	r.print.Lock()
+	defer r.print.Unlock()
+	fmt.Fprintf(r.out, format, args...)
+}
+
+// runAll runs the parts that have no result for this code, or with again all parts. Parts
+// that need the machine alone run last, one after the other.
+func (r *runner) runAll(ctx context.Context, parts []part, again bool) error {
 	var bad []string
-	for _, p := range parts {
-		last, err := r.lastResult(p.Name)
-		if err != nil {
+	var mu sync.Mutex // protects bad
+	for _, alone := range []bool{false, true} {
+		group, ctx := errgroup.WithContext(ctx) // an error that no result has stops all parts
+		group.SetLimit(r.jobs)
+		if alone {
+			group.SetLimit(1)
+		}
+		for _, p := range parts {
+			if p.Alone != alone {
+				continue
+			}
+			group.Go(func() error {
+				last, err := r.runOnce(ctx, p, again)
+				if err != nil {
+					return fmt.Errorf("part %s: %w", p.Name, err)
+				}
+				if last.Outcome != passed {
+					mu.Lock()
+					bad = append(bad, p.Name)
+					mu.Unlock()
+				}
+				return nil
+			})
+		}
+		if err := group.Wait(); err != nil {
 			return err
-		}
-		if again || last.Outcome == "" || last.Outcome == skipped {
-			if last, err = r.run(ctx, p); err != nil {
-				return fmt.Errorf("part %s: %w", p.Name, err)
-			}
-			if err := r.store.add(last); err != nil {
-				return fmt.Errorf("part %s: store result: %w", p.Name, err)
-			}
-		}
-		fmt.Fprintf(r.out, "%-34s %s %s\n", p.Name, last.Outcome, last.Reason)
-		if last.Outcome != passed {
-			bad = append(bad, p.Name)
 		}
 	}
 	if len(bad) > 0 {
@@ -54,9 +81,76 @@ func (r runner) runAll(ctx context.Context, parts []part, again bool) error {
 	return nil
 }
 
+// runOnce runs a part and stores its result, or returns the result that the part has for
+// this code.
+func (r *runner) runOnce(ctx context.Context, p part, again bool) (result, error) {
+	last, err := r.lastResult(p.Name)
+	if err != nil {
+		return last, err
+	}
+	if !again && last.Outcome != "" && last.Outcome != skipped {
+		r.printf("%-34s %s before\n", p.Name, last.Outcome)
+		return last, nil
+	}
+	if last, err = r.run(ctx, p); err != nil {
+		return last, err
+	}
+	details := ""
+	if last.Outcome == failed || last.Outcome == timedOut {
+		lines, err := failures(r.log(p))
+		if err != nil {
+			return last, err
+		}
+		details = fmt.Sprintf("    %s\n    output: %s\n", strings.Join(lines, "\n    "), r.log(p))
+	}
+	if err := r.store.add(last); err != nil {
+		return last, fmt.Errorf("store result: %w", err)
+	}
+	r.printf("%-34s %s after %s %s\n%s", p.Name, last.Outcome, duration(last.Seconds), last.Reason, details)
+	return last, nil
+}
+
+func (r *runner) log(p part) string { return filepath.Join(r.logs, p.Name+".log") }
+
+// failure matches the lines of an output that name what failed.
+var failure = regexp.MustCompile(`^\s*--- FAIL|^FAIL\s+\S|^panic:|^fatal error:|^WARNING: DATA RACE|^\S+\.go:\d+:\d+: `)
+
+// failures returns the first lines of an output that name what failed. If no line does, it
+// returns the last lines.
+func failures(log string) ([]string, error) {
+	const most = 8
+	file, err := os.Open(log)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	var named, last []string
+	for reader := bufio.NewReader(file); err == nil; {
+		var line string
+		line, err = reader.ReadString('\n')
+		if line = strings.TrimRight(line, " \t\n"); line == "" {
+			continue
+		}
+		if runes := []rune(line); len(runes) > 200 {
+			line = string(runes[:200]) + "…"
+		}
+		if failure.MatchString(line) && len(named) < most {
+			named = append(named, line)
+		}
+		last = append(last[max(0, len(last)-most+1):], line)
+	}
+	if err != io.EOF {
+		return nil, err
+	}
+	if len(named) > 0 {
+		return named, nil
+	}
+	return last, nil
+}
+
 // lastResult returns the last result of a part for this code. Its outcome is empty if there
 // is none.
-func (r runner) lastResult(part string) (result, error) {
+func (r *runner) lastResult(part string) (result, error) {
 	results, err := r.store.read(part)
 	var last result
 	for _, result := range results {
@@ -68,7 +162,7 @@ func (r runner) lastResult(part string) (result, error) {
 }
 
 // run runs a part. It fails only if the part has no result, for example because ctx ended.
-func (r runner) run(ctx context.Context, p part) (result, error) {
+func (r *runner) run(ctx context.Context, p part) (result, error) {
 	started := time.Now()
 	res := result{
 		Part: p.Name, Commit: r.commit.Hash, Code: r.commit.Code, Date: started.UTC().Truncate(time.Second),
@@ -83,17 +177,32 @@ func (r runner) run(ctx context.Context, p part) (result, error) {
 	if err := os.MkdirAll(r.logs, 0o755); err != nil {
 		return res, err
 	}
-	log, err := os.Create(filepath.Join(r.logs, p.Name+".log"))
+	log, err := os.Create(r.log(p))
 	if err != nil {
 		return res, err
 	}
 	defer log.Close()
-	fmt.Fprintf(r.out, "%-34s runs for at most %s; output: %s\n", p.Name, p.Limit, log.Name())
+	// The name is short, because names of Unix sockets are limited. Tests that drop privileges
+	// write to the folder, too.
+	temp, err := os.MkdirTemp("", "n")
+	if err != nil {
+		return res, err
+	}
+	defer os.RemoveAll(temp)
+	if err := os.Chmod(temp, 0o777|os.ModeSticky); err != nil {
+		return res, err
+	}
+	r.printf("%-34s runs for at most %s\n", p.Name, p.Limit)
+
+	// The kernel kills the part when the thread that started it ends.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 
 	limited, cancel := context.WithTimeout(ctx, p.Limit)
 	defer cancel()
 	cmd := exec.CommandContext(limited, "bash", "-euo", "pipefail", "-c", p.Command)
 	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Env = append(os.Environ(), "TMPDIR="+temp)
 	// The part is a process group. So all its processes end with it, and they get no signal
 	// from the terminal before this program does.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}

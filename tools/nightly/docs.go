@@ -98,9 +98,9 @@ func nightlyTable(results []partResult) string {
 		case r.last != nil:
 			count[r.last.Outcome]++
 		case r.Long:
-			long = append(long, "`"+r.Name+"`")
+			long = append(long, r.Name)
 		default:
-			missing = append(missing, "`"+r.Name+"`")
+			missing = append(missing, r.Name)
 		}
 	}
 	var counts []string
@@ -122,18 +122,33 @@ func nightlyTable(results []partResult) string {
 		}
 		fmt.Fprintf(&text, "| `%s` | %s | %s | %s, `%.8s` | %s | %s |\n", r.Name, r.About, r.last.outcome(), r.last.Date.Format(time.DateOnly), r.last.Commit, duration(r.last.Seconds), figures)
 	}
-	for _, list := range []struct {
-		title string
-		names []string
-	}{{"No result yet", missing}, {"Long parts without a result", long}} {
-		if len(list.names) > 0 {
-			if text.Len() > 0 {
-				text.WriteString("\n")
-			}
-			fmt.Fprintf(&text, "%s (%d): %s.\n", list.title, len(list.names), strings.Join(list.names, ", "))
+	list := func(title string, names []string) {
+		if len(names) > 0 {
+			fmt.Fprintf(&text, "\n%s (%d): %s.\n", title, len(names), strings.Join(shorten(names), ", "))
 		}
 	}
-	return text.String()
+	list("No result yet", missing)
+	list("Long parts without a result", long)
+	return strings.TrimPrefix(text.String(), "\n")
+}
+
+// shorten replaces more than two names with the same first word by a pattern.
+func shorten(names []string) (short []string) {
+	first := func(name string) string { return name[:strings.Index(name, "-")+1] }
+	same := map[string]int{}
+	for _, name := range names {
+		same[first(name)]++
+	}
+	for _, name := range names {
+		text := "`" + name + "`"
+		if n := same[first(name)]; n > 2 && first(name) != "" {
+			text = fmt.Sprintf("`%s*` (%d)", first(name), n)
+		}
+		if !slices.Contains(short, text) {
+			short = append(short, text)
+		}
+	}
+	return short
 }
 
 // outcome returns the outcome, and the reason if there is one.

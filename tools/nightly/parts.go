@@ -139,8 +139,16 @@ go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -hist
 			Command: "cd test; go test -v -count=1 -timeout 40m -run Soak ./dataplane -soak 20m -soak-ebpf",
 		},
 		{
-			Name: "growth", About: "growth of costs with eight times larger objects than in `hack/test`", Limit: 3 * time.Hour, Long: true, Alone: true,
+			Name: "growth", About: "growth of costs with eight times larger objects", Limit: 3 * time.Hour, Long: true, Alone: true,
 			Command: "cd test; go test -v -count=1 -timeout 3h ./growth -scale 8",
+		},
+		{
+			Name: "growth-small", About: "growth of costs of all backends; `hack/test` measures nftables", Limit: 20 * time.Minute, Alone: true,
+			Command: "cd test; go test -v -count=1 -timeout 20m ./growth",
+		},
+		{
+			Name: "kernel", About: "programs in QEMU, and what backends report on kernels that lack something", Limit: 20 * time.Minute,
+			Command: "cd test; go test -v -count=1 -timeout 20m ./kernel",
 		},
 		{
 			Name: "objective", About: "the [network programming objective](benchmarks.md#the-network-programming-objective), for an hour", Limit: 90 * time.Minute, Long: true, Alone: true,
@@ -195,6 +203,13 @@ go test -v -count=1 -timeout %s -p 1 -exec "$kernel/kernel -debian %s" %s -patie
 		add("conformance-ovs", "all tests of backends/ovs with the kernel datapath", time.Hour, "./backends/ovs -datapath system")
 		add("conformance-userspace", "the section \"Ports\" of the kit with SCTP and backends/userspace", 10*time.Minute, "-run '^TestConformance$/^Ports$' ./backends/userspace")
 	}
+	parts = append(parts, part{
+		Name: "ports-nftables-5.10", About: "ports, source ranges and all-ports services with backends/nftables, on Linux 5.10", Limit: 20 * time.Minute,
+		Command: `kernel=$(mktemp -d)
+trap 'rm -r "$kernel"' EXIT
+CGO_ENABLED=0 go build -C test -o "$kernel/kernel" ./kernel
+go test -v -count=1 -timeout 20m -exec "$kernel/kernel -debian bullseye" -run '^TestConformance$/^(Ports|Source ranges|All-ports services)$' ./backends/nftables -patience 3m`,
+	})
 	for i := range parts { // these take longest, and CI runs their most important cases
 		parts[i].Long = parts[i].Long || strings.HasPrefix(parts[i].Name, "conformance-iptables-") || strings.HasPrefix(parts[i].Name, "conformance-ovs-")
 	}

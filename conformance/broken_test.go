@@ -274,6 +274,7 @@ func (m *misreadingSubject) Publish(ctx context.Context, objects *Objects) error
 // fault must make its listed cases fail, and each case must fail because of at least one
 // fault.
 func TestEveryCaseCanFail(t *testing.T) {
+	t.Parallel() // the proxies mostly wait, so "go test -parallel 6" is faster
 	var mu sync.Mutex
 	failed := map[string]bool{}
 	t.Run("faults", func(t *testing.T) {

@@ -38,6 +38,7 @@ func withFault(fault reference.Fault) NewSink {
 
 // TestReference checks that the reference proxy passes all cases. It logs the matrix.
 func TestReference(t *testing.T) {
+	t.Parallel() // runs beside TestEveryCaseCanFail
 	matrix := Run(t, withFault(""), Options{})
 	for _, r := range matrix {
 		if r.Outcome != Passed && r.Outcome != Unavailable {

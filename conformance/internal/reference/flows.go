@@ -6,6 +6,8 @@ package reference
 
 import (
 	"fmt"
+	"iter"
+	"maps"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
@@ -44,7 +46,7 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
 			removed = append(removed, at)
 		}
 	}
-	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
+	for _, family := range flowFamilies(f.frontends) {
 		if _, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable, family, staleFilter{f, opts.Fault == ForgetsFlows}); err != nil {
 			return fmt.Errorf("delete flows: %w", err)
 		}
@@ -53,6 +55,20 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
 		delete(f.frontends, at)
 	}
 	return nil
+}
+
+// flowFamilies yields the families that have a frontend. For each list of the flows of a
+// family, the kernel reads its whole table of flows, of all network namespaces.
+func flowFamilies(frontends map[netip.AddrPort]nodeview.Existing) iter.Seq2[api.Family, netlink.InetFamily] {
+	families := map[api.Family]netlink.InetFamily{}
+	for at := range frontends {
+		if at.Addr().Is6() {
+			families[api.IPv6] = unix.AF_INET6
+		} else {
+			families[api.IPv4] = unix.AF_INET
+		}
+	}
+	return maps.All(families)
 }
 
 // staleFilter selects the flows whose endpoint was removed.

@@ -45,11 +45,8 @@ func resetLost(opts *Options, services []*api.View) error {
 			}
 		}
 	}
-	if len(frontends) == 0 {
-		return nil
-	}
-	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		flows, err := netlink.ConntrackTableList(netlink.ConntrackTable, map[api.Family]netlink.InetFamily{api.IPv4: unix.AF_INET, api.IPv6: unix.AF_INET6}[family])
+	for family, inet := range flowFamilies(frontends) {
+		flows, err := netlink.ConntrackTableList(netlink.ConntrackTable, inet)
 		if err != nil {
 			return fmt.Errorf("list flows: %w", err)
 		}

@@ -51,7 +51,7 @@ type index struct {
 
 // record is the last delivery of a service.
 type record struct {
-	view   *api.View
+	view   *api.View // without its endpoints
 	groups []*group
 	// displaced is true if another service has taken over a destination. The driver will
 	// deliver or prune this service.
@@ -68,6 +68,23 @@ type group struct {
 	filter filter
 	verdict
 	count uint64 // queue.count after the call of add that queued the group, or 0
+	// overlaps is true if a destination may also be an endpoint.
+	overlaps bool
+}
+
+// addDestination records that d is one of the destinations of g.
+func (g *group) addDestination(d destination) {
+	g.filter = g.filter.union(filterOf(d))
+	g.overlaps = g.overlaps || !d.addr.IsValid() || g.existing.Has(netip.AddrPortFrom(d.addr, d.port))
+}
+
+// dropEndpoints drops the endpoints if no flow needs them. Of TCP connections that are never
+// reset, only those without a translation are checked. Their endpoint is the destination.
+// Without this, the queue would have the views of thousands of services during a pass.
+func (g *group) dropEndpoints() {
+	if g.kind.protocol == unix.IPPROTO_TCP && !g.resets && !g.overlaps {
+		g.existing = nodeview.Existing{}
+	}
 }
 
 func newIndex(protocol uint8) index {
@@ -167,7 +184,7 @@ func (q *queue) changeIndex(x *index, c *delivery) (removed []destination) {
 	case complete && was == nil && c.same:
 		return nil
 	case complete && was != nil && !was.displaced && (c.same || c.old == nil) && frontends.Same(was.view, c.new):
-		was.view = c.new
+		was.view = frontends.Of(c.new)
 		for _, g := range was.groups {
 			g.verdict = c.now[x.protocol][g.class]
 			if stale[g.class] {
@@ -194,7 +211,7 @@ func (q *queue) replace(x *index, c *delivery, stale map[class]bool) (removed []
 	if len(now) == 0 {
 		return removed
 	}
-	s := &record{view: c.new}
+	s := &record{view: frontends.Of(c.new)}
 	groups := map[class]*group{}
 	for f, d := range x.destinations(c.new) {
 		k := classOf(f)
@@ -212,7 +229,7 @@ func (q *queue) replace(x *index, c *delivery, stale map[class]bool) (removed []
 			groups[k] = g
 			s.groups = append(s.groups, g)
 		}
-		g.filter = g.filter.union(filterOf(d))
+		g.addDestination(d)
 		if count > g.count {
 			q.enqueue(g, count)
 		}
@@ -221,6 +238,9 @@ func (q *queue) replace(x *index, c *delivery, stale map[class]bool) (removed []
 		}
 		x.groups[d] = g
 		delete(q.removed, d)
+	}
+	for _, g := range s.groups {
+		g.dropEndpoints()
 	}
 	if len(s.groups) > 0 {
 		x.records[c.key] = s

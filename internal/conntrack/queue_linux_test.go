@@ -12,6 +12,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // TestClassesAgreeWithFrontends checks that each frontend has the verdict of its class.
@@ -150,5 +151,32 @@ func TestAddressReturnsToItsService(t *testing.T) {
 	r.read(t.Context())
 	if diff := gocmp.Diff(texts([]connection{udp(2, dns, pod2)}), tableEntries(t, n.FD)); diff != "" {
 		t.Errorf("connections (-want +got):\n%s", diff)
+	}
+}
+
+// TestQueueHasFewEndpoints checks that a queue has the endpoints of a TCP service only if
+// an endpoint may be a destination of the service.
+func TestQueueHasFewEndpoints(t *testing.T) {
+	for text, want := range map[string]bool{
+		"ip 10.96.0.10\nport 80/TCP\nready 10.1.0.1":       false,
+		"external 10.1.0.2\nall-ports\nready 10.1.0.1":     false,
+		"external 10.1.0.1\nall-ports\nready 10.1.0.1":     true,
+		"ip 10.96.0.10\nport 80:30080/TCP\nready 10.1.0.1": true, // a node may have the address of the endpoint
+	} {
+		q := newQueue()
+		q.add(&sink.Changes{Services: slices.Values([]sink.Change{{Key: types.NamespacedName{Name: "web"}, New: service(t, "web", text)}})})
+		groups, got := 0, false
+		for _, r := range q.tcp.records {
+			for _, g := range r.groups {
+				groups++
+				got = got || g.existing != nodeview.Existing{}
+			}
+			if len(r.view.Endpoints) > 0 {
+				t.Errorf("%q: a record has endpoints", text)
+			}
+		}
+		if groups == 0 || got != want {
+			t.Errorf("%q: %d groups are due, with endpoints: %t, want %t", text, groups, got, want)
+		}
 	}
 }

@@ -12,6 +12,9 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
+// Of returns a view without its endpoints, which has the same frontends.
+func Of(view *api.View) *api.View { return &api.View{Service: view.Service, Lost: view.Lost} }
+
 // Keys yields the keys of the frontends of view, in the order of [nodeview.Frontends]. It
 // takes no time for endpoints. If view is nil, it yields nothing.
 func Keys(view *api.View) iter.Seq[nodeview.FrontendKey] {
@@ -19,7 +22,7 @@ func Keys(view *api.View) iter.Seq[nodeview.FrontendKey] {
 		if view == nil {
 			return
 		}
-		for f := range nodeview.Frontends(&api.View{Service: view.Service, Lost: view.Lost}) {
+		for f := range nodeview.Frontends(Of(view)) {
 			if !yield(f.FrontendKey) {
 				return
 			}

@@ -137,13 +137,9 @@ type world struct {
 // difference.
 func play(t *testing.T, steps []step, faults faults, found *found) (log []string, err error) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &world{
-			t: t, server: kubetest.Start(t), kubeProxy: newKubeProxyState(), found: found,
-			services: map[string]*corev1.Service{}, places: map[string]int{}, slices: map[string]*discoveryv1.EndpointSlice{},
-		}
-		w.process = &process{dataplane: newDataplane(), server: w.server, faults: faults}
+		w := newWorld(t, faults, found)
 		for i, s := range append(slices.Clip(steps), step{kind: "quiet"}) {
-			w.random = chance{rand.New(rand.NewPCG(s.seed, 0))}
+			w.random = chanceOf(s.seed)
 			w.logf("%s", s.kind)
 			if err = w.step(s.kind); err != nil {
 				err = fmt.Errorf("step %d (%s): %w", i, s.kind, err)
@@ -158,6 +154,18 @@ func play(t *testing.T, steps []step, faults faults, found *found) (log []string
 	})
 	return log, err
 }
+
+// newWorld returns an empty cluster, and a process that does not run.
+func newWorld(t *testing.T, faults faults, found *found) *world {
+	server := kubetest.Start(t)
+	return &world{
+		process: &process{dataplane: newDataplane(), server: server, faults: faults},
+		t:       t, server: server, kubeProxy: newKubeProxyState(), found: found,
+		services: map[string]*corev1.Service{}, places: map[string]int{}, slices: map[string]*discoveryv1.EndpointSlice{},
+	}
+}
+
+func chanceOf(seed uint64) chance { return chance{rand.New(rand.NewPCG(seed, 0))} }
 
 func (w *world) logf(format string, args ...any) { w.log = append(w.log, fmt.Sprintf(format, args...)) }
 
@@ -280,23 +288,24 @@ func (w *world) compare() error {
 		labels = w.node.Labels
 	}
 	want, got := w.kubeProxy.decisions(labels), w.dataplane.decisions()
-	for _, name := range []string{"svc0", "svc1", "svc2", "svc3"} {
-		key := types.NamespacedName{Namespace: "ns", Name: name}
-		compare(orEmpty(want, key), orEmpty(got, name), w.hasOtherPorts(name), w.found.verdicts, w.found.declared, func(format string, args ...any) {
-			errs = append(errs, fmt.Errorf("%s: "+format, append([]any{name}, args...)...))
+	for _, key := range keysOf(want, got) {
+		compare(orEmpty(want[key]), orEmpty(got[key]), w.hasOtherPorts(key), w.found.verdicts, w.found.declared, func(format string, args ...any) {
+			errs = append(errs, fmt.Errorf("%s: "+format, append([]any{key}, args...)...))
 		})
 	}
 	return errors.Join(errs...)
 }
 
-func orEmpty[K comparable](all map[K]decided, key K) decided {
-	if d, ok := all[key]; ok {
-		return d
+func orEmpty(d decided) decided {
+	if d.frontends == nil {
+		return newDecided()
 	}
-	return newDecided()
+	return d
 }
 
-func (w *world) hasOtherPorts(name string) bool {
+// hasOtherPorts reports whether a slice of a service in the namespace ns has other ports.
+func (w *world) hasOtherPorts(key string) bool {
+	name := strings.TrimPrefix(key, "ns/")
 	c := clusterState{service: w.services[name]}
 	for _, slice := range w.slices {
 		if slice.Labels[discoveryv1.LabelServiceName] == name {

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package kpdiff compares the decisions of kpng and kube-proxy for random clusters, and for
-// random histories of a cluster. It calls kube-proxy's packages. For clusters, it calls
-// kpng's packages watcher and nodeview; for histories, it runs a whole kpng. A decision may
-// differ only if docs/reference/semantics.md declares the difference.
+// random and fixed histories of a cluster. It calls kube-proxy's packages. For clusters, it
+// calls kpng's packages watcher and nodeview; for histories, it runs a whole kpng. A decision
+// may differ only if docs/reference/semantics.md declares the difference.
+//
+// Cilium's pkg/loadbalancer is no third voice, although it can be imported (578 packages
+// without cgo): its Go code has no verdicts such as drop and reject, because its BPF
+// programs decide them.
 package kpdiff
 
 import (

@@ -144,7 +144,7 @@ func (l *errorList) Errorf(format string, args ...any) {
 }
 
 // dataplane has an object for each frontend, and one for the health checks of a service in
-// a family. The name of the service is the beginning of the value.
+// a family. The value begins with the namespace and name of the service.
 type dataplane struct {
 	view    func(*api.View) *api.View
 	objects map[string]string
@@ -163,10 +163,10 @@ func (d *dataplane) Plan(view *api.View, emit func(k, v string)) error {
 	}
 	is := decidedBy(view)
 	for at, text := range is.frontends {
-		emit(at, view.Service.Name+" "+text)
+		emit(at, view.Key().String()+" "+text)
 	}
 	for family, n := range is.health {
-		emit(healthKey+view.Service.Name+" "+family, fmt.Sprintf("%s %d", view.Service.Name, n))
+		emit(healthKey+view.Key().String()+" "+family, fmt.Sprintf("%s %d", view.Key(), n))
 	}
 	return nil
 }
@@ -225,7 +225,7 @@ func (d *dataplane) disturb(r chance) { d.random = &r }
 
 func (d *dataplane) calm() { d.random = nil }
 
-// decisions returns the decisions that the objects express, by service.
+// decisions returns the decisions that the objects express, by namespace and name.
 func (d *dataplane) decisions() map[string]decided {
 	all := map[string]decided{}
 	for k, v := range d.objects {

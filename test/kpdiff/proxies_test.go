@@ -28,11 +28,7 @@ func kubeProxyOf(c *clusterState) decided {
 	for _, slice := range c.slices {
 		p.slice(slice, false)
 	}
-	name := types.NamespacedName{Namespace: c.service.Namespace, Name: c.service.Name}
-	if d, ok := p.decisions(labels)[name]; ok {
-		return d
-	}
-	return newDecided()
+	return orEmpty(p.decisions(labels)[c.service.Namespace+"/"+c.service.Name])
 }
 
 func newDecided() decided { return decided{map[string]string{}, map[string]int{}} }
@@ -73,14 +69,16 @@ func (s kubeProxyState) slice(slice *discoveryv1.EndpointSlice, removed bool) {
 	}
 }
 
-// decisions returns the decisions about each service, on a node with these labels.
-func (s kubeProxyState) decisions(labels map[string]string) map[types.NamespacedName]decided {
-	all := map[types.NamespacedName]decided{}
+// decisions returns the decisions about each service, by namespace and name, on a node with
+// these labels.
+func (s kubeProxyState) decisions(labels map[string]string) map[string]decided {
+	all := map[string]decided{}
 	of := func(name types.NamespacedName) decided {
-		if _, ok := all[name]; !ok {
-			all[name] = newDecided()
+		key := name.String()
+		if _, ok := all[key]; !ok {
+			all[key] = newDecided()
 		}
-		return all[name]
+		return all[key]
 	}
 	for _, f := range s {
 		f.services.Update(f.serviceChanges)

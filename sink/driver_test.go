@@ -750,12 +750,59 @@ func TestRefusedNodeDoesNotDelayServices(t *testing.T) {
 				if err := w.driver.WaitSynced(w.Context()); err != nil {
 					t.Error(err)
 				}
+				changed := time.Now()
 				w.src.SetNode(&api.Node{Name: "good"})
 				w.waitApplied()
+				if waited := time.Since(changed); waited > 0 {
+					t.Errorf("the changed Node waited for %v", waited)
+				}
 				if !w.rec.Node().Equal(w.src.Node()) || w.driver.Status().NodeErr != nil {
 					t.Errorf("node %v, status %+v", w.rec.Node(), w.driver.Status())
 				}
 			})
+		})
+	}
+}
+
+// While the sink refuses the Node, no revision since its first change counts as applied.
+func TestRefusedNodeHoldsTheRevisionBack(t *testing.T) {
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		if c.Node != nil {
+			return errBusy
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		before := w.src.Revision()
+		for i := range 3 {
+			w.src.SetNode(&api.Node{Name: fmt.Sprint(i)})
+			time.Sleep(time.Minute)
+			w.src.Set(view(web, byte(i+2)))
+			synctest.Wait()
+			if got := w.driver.Status().Revision; got != before {
+				w.Errorf("revision %d counts as applied, want %d", got, before)
+			}
+		}
+	})
+}
+
+// sizedSink is a sink that chooses the size of its batches.
+type sizedSink struct{ sink.Func }
+
+func (sizedSink) BatchSize() int { return 1 }
+
+func TestBatchSizeOfTheSink(t *testing.T) {
+	for option, want := range map[int]int{0: 4, 1000: 1} {
+		s := sizedSink{func(context.Context, *sink.Changes) error { return nil }}
+		run(t, sink.Options{BatchSize: option}, s, func(w *world) {
+			w.src.Set(manyViews(3)...)
+			w.src.MarkSynced()
+			w.waitApplied()
+			if got := len(w.rec.Syncs()); got != want {
+				w.Errorf("option %d: %d Syncs in a pass, want %d", option, got, want)
+			}
 		})
 	}
 }

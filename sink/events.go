@@ -289,7 +289,7 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	defer stop()
 	var same comparison
 	for f := range nodeview.Frontends(t.new) {
-		if old, ok := known(f.FrontendKey); ok && same.frontends(&old, &f) {
+		if old := known(f.FrontendKey); same.frontends(&old, &f) {
 			continue
 		}
 		if !t.sameFrontends { // otherwise the handler has a frontend with this claim
@@ -306,21 +306,22 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	return heldBack
 }
 
-// knownFrontends returns a function that returns the known frontend with a key. The caller
-// calls it with the keys of all frontends of t.new, in order, and calls stop afterwards.
-func (t *transition) knownFrontends() (known func(nodeview.FrontendKey) (nodeview.Frontend, bool), stop func()) {
+// knownFrontends returns a function that returns the known frontend with a key, or zero. The
+// caller calls it with the keys of all frontends of t.new, in order, and calls stop
+// afterwards.
+func (t *transition) knownFrontends() (known func(nodeview.FrontendKey) nodeview.Frontend, stop func()) {
 	if t.sameFrontends {
 		next, stop := iter.Pull(nodeview.Frontends(t.old.view))
-		return func(nodeview.FrontendKey) (nodeview.Frontend, bool) { return next() }, stop
+		return func(nodeview.FrontendKey) nodeview.Frontend {
+			f, _ := next()
+			return f
+		}, stop
 	}
 	all := map[nodeview.FrontendKey]nodeview.Frontend{}
 	for f := range nodeview.Frontends(t.known()) {
 		all[f.FrontendKey] = f
 	}
-	return func(k nodeview.FrontendKey) (nodeview.Frontend, bool) {
-		f, ok := all[k]
-		return f, ok
-	}, func() {}
+	return func(k nodeview.FrontendKey) nodeview.Frontend { return all[k] }, func() {}
 }
 
 // comparison compares frontends of two views. The frontends of a view share their lists, so

@@ -174,6 +174,58 @@ func TestEvents(t *testing.T) {
 	})
 }
 
+// syncEvents calls Sync, and returns the events.
+func syncEvents(t *testing.T, s sink.Sink, log *eventLog, c *sink.Changes) string {
+	t.Helper()
+	if err := s.Sync(t.Context(), c); err != nil {
+		t.Errorf("Sync returned %v", err)
+	}
+	return log.take()
+}
+
+func TestEventsOfSingleSyncs(t *testing.T) {
+	at := func(name string, ips ...byte) sink.Change {
+		v := view(key(name), 1)
+		for _, n := range ips {
+			v.Service.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{10, 96, 0, n}))
+		}
+		return sink.Change{Key: v.Key(), New: v}
+	}
+	log := &eventLog{}
+	s := sink.Events(log)
+	step := func(what string, c *sink.Changes, want ...string) {
+		t.Helper()
+		if diff := cmp.Diff(strings.Join(want, "\n"), syncEvents(t, s, log, c)); diff != "" {
+			t.Errorf("%s: events (-want +got):\n%s", what, diff)
+		}
+	}
+	step("two services", changes(true, at("a", 1, 2), at("b")),
+		"set service a", "set service b", "set endpoint a 10.0.0.1", "set endpoint b 10.0.0.1",
+		"set frontend a ExternalIP 10.96.0.1:80/TCP → [1]", "set frontend a ExternalIP 10.96.0.2:80/TCP → [1]")
+	step("nothing has changed", changes(false, at("a", 1, 2)))
+	step("a frontend is added", changes(false, at("a", 1, 2, 3)),
+		"set service a", "set frontend a ExternalIP 10.96.0.3:80/TCP → [1]")
+	step("an unknown service is deleted", changes(false, sink.Change{Key: key("unknown")}))
+	step("an address moves before its owner is delivered", changes(false, at("b", 2)),
+		"delete frontend a ExternalIP 10.96.0.2:80/TCP", "set service b", "set frontend b ExternalIP 10.96.0.2:80/TCP → [1]")
+	step("the address moves back", changes(false, at("a", 1, 2, 3), at("b")),
+		"delete frontend b ExternalIP 10.96.0.2:80/TCP", "set service a", "set service b", "set endpoint a 10.0.0.1",
+		"set frontend a ExternalIP 10.96.0.1:80/TCP → [1]", "set frontend a ExternalIP 10.96.0.2:80/TCP → [1]", "set frontend a ExternalIP 10.96.0.3:80/TCP → [1]")
+	syncEvents(t, s, log, changes(false, at("c"), at("d"), at("e"), at("f")))
+	step("a pass deletes stale services in order", changes(true, at("e")),
+		"delete frontend a ExternalIP 10.96.0.1:80/TCP", "delete frontend a ExternalIP 10.96.0.2:80/TCP", "delete frontend a ExternalIP 10.96.0.3:80/TCP",
+		"delete endpoint a 10.0.0.1", "delete endpoint b 10.0.0.1", "delete endpoint c 10.0.0.1", "delete endpoint d 10.0.0.1", "delete endpoint f 10.0.0.1",
+		"delete service a", "delete service b", "delete service c", "delete service d", "delete service f",
+		"set service e", "set endpoint e 10.0.0.1")
+
+	ctx, cancel := context.WithCancel(t.Context())
+	log.fail = func(string) error { cancel(); return nil }
+	failed, ok := sink.Acknowledged(s.Sync(ctx, changes(false, at("x"), at("y"))))
+	if !ok || len(failed) != 2 || !errors.Is(failed[key("x")], context.Canceled) || log.take() != "set service x" {
+		t.Errorf("a Sync whose context ends failed %v", failed)
+	}
+}
+
 // An address moves from one service to another. Meanwhile, a call for its first owner
 // fails.
 func TestEventsHoldBackConflictingFrontends(t *testing.T) {

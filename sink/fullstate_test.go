@@ -91,6 +91,60 @@ func TestFullStateOfPassesNode(t *testing.T) {
 	}
 }
 
+func TestFullStateReturnsTheError(t *testing.T) {
+	s := sink.FullState(func(context.Context, []*api.View) error { return errBusy })
+	if err := s.Sync(t.Context(), changes(true)); !errors.Is(err, errBusy) {
+		t.Errorf("Sync returned %v", err)
+	}
+}
+
+// changes returns Changes as another package makes them.
+func changes(pass bool, list ...sink.Change) *sink.Changes {
+	return &sink.Changes{First: pass, Last: pass, Services: slices.Values(list)}
+}
+
+// A service takes an address before its last owner is delivered. If the Changes come from
+// another package, only Change.Unsure and Changes.Failing say that this may happen.
+func TestFullStateOfOtherCallersHasOneOwner(t *testing.T) {
+	a, b := withIP(1, view(key("a"))), withIP(2, view(key("b")))
+	a.Lost = make([]api.LostClaim, 0, 8)
+	next := withIP(1, view(key("b")))
+	for name, before := range map[string][]*sink.Changes{
+		"the change is unsure": {changes(true, sink.Change{Key: a.Key(), New: a}, sink.Change{Key: b.Key(), New: b})},
+		"the owner is failing": {
+			changes(true, sink.Change{Key: a.Key(), New: a}, sink.Change{Key: b.Key(), New: b}),
+			{First: true, Last: true, Services: slices.Values([]sink.Change{{Key: b.Key(), New: b}}), Failing: []types.NamespacedName{a.Key()}},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			owners := map[api.Claim]string{}
+			s := sink.FullState(func(_ context.Context, services []*api.View) error {
+				clear(owners)
+				for _, v := range services {
+					for f := range nodeview.Frontends(v) {
+						if other := owners[f.Claim()]; other != "" {
+							t.Errorf("%s has two owners, %s and %s", f.Addr, other, v.Key())
+						}
+						owners[f.Claim()] = v.Key().String()
+					}
+				}
+				return nil
+			})
+			for _, c := range append(before, changes(false, sink.Change{Key: b.Key(), Old: b, New: next, Unsure: len(before) == 1})) {
+				if err := s.Sync(t.Context(), c); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if len(owners) != 1 || owners[api.Claim{IP: netip.MustParseAddr("10.96.0.1"), Protocol: api.TCP, Port: 80}] != "default/b" {
+				t.Errorf("owners %v", owners)
+			}
+			if a.Lost[:8][0] != (api.LostClaim{}) {
+				t.Error("the view of the source was modified")
+			}
+		})
+	}
+}
+
 func TestFullStateIsCalledOncePerPass(t *testing.T) {
 	r := &rewriter{stages: &stages{}}
 	run(t, sink.Options{BatchSize: 2}, sink.FullStateOf(r), func(w *world) {

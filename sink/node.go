@@ -29,7 +29,7 @@ func (d *Driver) noteNode(node *api.Node) {
 	switch same := node.Equal(d.node.acked); {
 	case same && !d.node.unsure:
 		d.node = nodeState{acked: d.node.acked}
-	case !same && !d.node.pending:
+	case !d.node.pending:
 		d.node.pending, d.node.since = true, d.position
 	}
 	d.node.retryAt = time.Now()

@@ -174,6 +174,67 @@ func TestEarlierIgnoresMissingTimes(t *testing.T) {
 	}
 }
 
+func TestPendingServices(t *testing.T) {
+	at := func(seconds int64) time.Time { return time.Unix(seconds, 0) }
+	p := newPending()
+	p.put(&unacked{key: named("small"), retryAt: at(20)})
+	p.put(&unacked{key: named("large"), retryAt: at(10), large: true})
+	p.put(&unacked{key: named("failing"), retryAt: at(30), failures: 2})
+	if next, ok := p.nextRetry(); !ok || !next.Equal(at(10)) || p.failing != 1 {
+		t.Errorf("the next retry is at %v (%t), and %d services are failing", next, ok, p.failing)
+	}
+	p.remove(named("large"))
+	if next, _ := p.nextRetry(); !next.Equal(at(20)) || p.failing != 1 {
+		t.Errorf("without the large service, the next retry is at %v, and %d services are failing", next, p.failing)
+	}
+	p.put(&unacked{key: named("failing"), retryAt: at(30), failures: 3})
+	p.remove(named("small"))
+	p.remove(named("failing"))
+	if _, ok := p.nextRetry(); ok || p.failing != 0 {
+		t.Errorf("%d services are failing, but none is pending", p.failing)
+	}
+}
+
+func TestPanicOfALargeView(t *testing.T) {
+	s := &unacked{key: named("web")}
+	u := &updates.Update{View: func(types.NamespacedName) *api.View { panic("no memory") }}
+	if c, err := s.computed(u); err == nil || !strings.Contains(err.Error(), "no memory") || c.Key != s.key {
+		t.Errorf("change %v, error %v", c, err)
+	}
+}
+
+// frontendAt returns a view of a service with a cluster IP.
+func frontendAt(name, ip string) *api.View {
+	s := &api.Service{Namespace: "default", Name: name, IPFamilies: []api.Family{api.IPv4}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}}}
+	s.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
+	return &api.View{Service: s}
+}
+
+func TestOldClaimsFollowTheRecords(t *testing.T) {
+	o, v := newOldClaims(), frontendAt("web", "10.96.0.1")
+	for i, records := range []map[types.NamespacedName]*unacked{
+		{v.Key(): {key: v.Key(), old: updates.ViewOf(v)}}, {}, {v.Key(): {key: v.Key(), old: updates.ViewOf(v)}},
+	} {
+		o.changed[v.Key()] = struct{}{}
+		o.update(records)
+		if len(o.owners) != len(records) {
+			t.Errorf("step %d: %d addresses, want %d", i, len(o.owners), len(records))
+		}
+	}
+}
+
+func TestFullStateForgetsClaims(t *testing.T) {
+	var s state
+	s.track()
+	v := frontendAt("web", "10.96.0.1")
+	for _, c := range []Change{{Key: v.Key(), New: v}, {Key: v.Key()}} {
+		s.commit(s.with(slices.Values([]Change{c})))
+		if want := c.New != nil; (len(s.owners) == 1) != want || (len(s.views) == 1) != want {
+			t.Errorf("the state has %d addresses and %d views", len(s.owners), len(s.views))
+		}
+	}
+}
+
 func TestFailedServicesAreLogged(t *testing.T) {
 	var lines []string
 	log := funcr.New(func(_, args string) { lines = append(lines, args) }, funcr.Options{})

@@ -26,8 +26,8 @@ func TestPassForgetsDeletedServices(t *testing.T) {
 	if n := len(p.delivered); n != 1 {
 		t.Errorf("a pass holds %d keys, want 1", n)
 	}
-	begin(Changes{Last: true}, Change{Key: key("deleted last")})
-	for name, stale := range map[string]bool{"kept": false, "deleted last": false, "never delivered": true} {
+	begin(Changes{Last: true, Failing: []types.NamespacedName{key("failing")}}, Change{Key: key("deleted last")})
+	for name, stale := range map[string]bool{"kept": false, "deleted last": false, "failing": false, "never delivered": true} {
 		if p.Stale(key(name)) != stale {
 			t.Errorf("%s is stale: %t", name, !stale)
 		}

@@ -307,8 +307,7 @@ func (c claimOwners) set(claim api.Claim, key types.NamespacedName) {
 }
 
 func (c claimOwners) has(claim api.Claim, key types.NamespacedName) bool {
-	other, ok := c[claim.IP][claim]
-	return ok && other == key
+	return c[claim.IP][claim] == key
 }
 
 // unset removes the given claim if the service with this key has it.

@@ -134,4 +134,8 @@ func TestAcknowledged(t *testing.T) {
 			}
 		})
 	}
+	errFull := errors.New("table is full")
+	if got, ok := sink.Acknowledged(errors.Join(failed, &sink.Failed{web: errFull})); !ok || len(got) != 1 || !errors.Is(got[web], errBusy) || !errors.Is(got[web], errFull) {
+		t.Errorf("two errors of one service: got %v, %t", got, ok)
+	}
 }

@@ -9,11 +9,13 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/sinkscript"
@@ -56,6 +58,19 @@ type world struct {
 	start  time.Time
 	cancel context.CancelFunc
 	ended  chan error
+
+	mu  sync.Mutex
+	log []string
+}
+
+// logged returns the lines of the log since the last call, without levels.
+func (w *world) logged() []string {
+	synctest.Wait()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	lines := w.log
+	w.log = nil
+	return lines
 }
 
 // run starts a driver in a synctest bubble, with the options opts and the sink s, and
@@ -70,12 +85,15 @@ func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 func runWith(t *testing.T, opts sink.Options, configure func(*sink.Driver), s sink.Sink, test func(w *world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+		w := &world{T: t, start: time.Now(), src: sinkscript.NewSource(), ended: make(chan error, 1)}
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), funcr.New(func(_, args string) {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			_, line, _ := strings.Cut(args, `"msg"=`)
+			w.log = append(w.log, line)
+		}, funcr.Options{Verbosity: 4})))
 		script := sinkscript.New(s)
-		w := &world{
-			T: t, src: sinkscript.NewSource(), script: script, rec: sinktest.NewRecorder(t, script),
-			start: time.Now(), cancel: cancel, ended: make(chan error, 1),
-		}
+		w.script, w.rec, w.cancel = script, sinktest.NewRecorder(t, script), cancel
 		w.src.Set(view(web, 1))
 		w.driver = sink.NewDriver(w.src, w.rec, opts)
 		w.driver.SetVerifyInterval(-1)
@@ -1480,8 +1498,139 @@ func TestRecoveryIsLogged(t *testing.T) {
 	})
 }
 
-// TestLongPassIsLogged runs a pass of ten Syncs of two seconds each.
+func TestLog(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		opts sink.Options
+		test func(w *world) // after the first pass
+		want []string
+	}{{
+		name: "the sink fails, and a part of the services succeeds first",
+		test: func(w *world) {
+			w.script.Add(sinkscript.Repeat(2, sinkscript.Fail(errBusy))...)
+			w.src.Set(view(web, 2), view(dns, 2))
+		},
+		want: []string{
+			`"Sync failed; retrying" "error"="dataplane is busy" "pass"=false "services"=2 "failures"=1`,
+			`"Sync failed; retrying" "error"="dataplane is busy" "pass"=false "services"=2 "failures"=2`,
+			`"Synced" "pass"=false "services"=1 "revision"=3 "took"="0s"`,
+			`"Synced" "pass"=false "services"=1 "revision"=3 "took"="0s"`,
+			`"Sync works again" "failures"=2`,
+		},
+	}, {
+		name: "the sink fails, and then a service fails",
+		test: func(w *world) {
+			w.script.Add(sinkscript.Fail(errBusy), sinkscript.FailServices(errBusy, web))
+			w.src.Set(view(web, 2))
+		},
+		want: []string{
+			`"Sync failed; retrying" "error"="dataplane is busy" "pass"=false "services"=1 "failures"=1`,
+			`"Service failed; retrying" "error"="dataplane is busy" "service"={"name"="web" "namespace"="default"}`,
+			`"Sync works again" "failures"=1`,
+			`"Service works again" "service"={"name"="web" "namespace"="default"} "failures"=1`,
+			`"Synced" "pass"=false "services"=1 "revision"=2 "took"="0s"`,
+		},
+	}, {
+		name: "the sink fails in a pass",
+		opts: sink.Options{BatchSize: 1},
+		test: func(w *world) {
+			w.src.Set(view(dns, 2))
+			w.waitApplied()
+			w.logged()
+			w.script.Add(sinkscript.Fail(errBusy))
+			w.driver.StartOver()
+		},
+		want: []string{
+			`"Sync failed; retrying" "error"="dataplane is busy" "pass"=true "services"=1 "failures"=1`,
+			`"Synced" "pass"=true "services"=1 "revision"=2 "took"="0s"`,
+			`"Synced" "pass"=true "services"=1 "revision"=2 "took"="0s"`,
+			`"Sync works again" "failures"=1`,
+			`"Delivered all services" "failing"=0 "duration"="100ms"`,
+		},
+	}, {
+		name: "a service works again in a pass",
+		test: func(w *world) {
+			w.script.Add(sinkscript.FailServices(errBusy, web))
+			w.src.Set(view(web, 2))
+			synctest.Wait()
+			w.driver.StartOver()
+		},
+		want: []string{
+			`"Service failed; retrying" "error"="dataplane is busy" "service"={"name"="web" "namespace"="default"}`,
+			`"Service works again" "service"={"name"="web" "namespace"="default"} "failures"=1`,
+			`"Synced" "pass"=true "services"=1 "revision"=2 "took"="0s"`,
+			`"Delivered all services" "failing"=0 "duration"="0s"`,
+		},
+	}, {
+		name: "a service that failed is deleted",
+		test: func(w *world) {
+			w.script.Add(sinkscript.FailServices(errBusy, web))
+			w.src.Set(view(web, 2))
+			synctest.Wait()
+			w.src.Delete(web)
+		},
+		want: []string{
+			`"Service failed; retrying" "error"="dataplane is busy" "service"={"name"="web" "namespace"="default"}`,
+			`"Synced" "pass"=false "services"=1 "revision"=3 "took"="0s"`,
+		},
+	}, {
+		name: "the sink starts over",
+		test: func(w *world) {
+			w.script.Add(sinkscript.Fail(sink.ErrStartOver))
+			w.src.Set(view(web, 2))
+		},
+		want: []string{
+			`"Sync failed; retrying" "error"="sink starts over" "pass"=false "services"=1 "failures"=1`,
+			`"Synced" "pass"=true "services"=1 "revision"=2 "took"="0s"`,
+			`"Sync works again" "failures"=1`,
+			`"Delivered all services" "failing"=0 "duration"="0s"`,
+		},
+	}} {
+		t.Run(tc.name, func(t *testing.T) {
+			run(t, tc.opts, nil, func(w *world) {
+				w.src.MarkSynced()
+				w.waitApplied()
+				w.logged()
+				tc.test(w)
+				time.Sleep(time.Minute)
+				if diff := cmp.Diff(tc.want, w.logged()); diff != "" {
+					t.Errorf("log (-want +got):\n%s", diff)
+				}
+			})
+		})
+	}
+}
+
+// The log names ten services of a Sync that work again.
+func TestManyRecoveriesAreLogged(t *testing.T) {
+	for _, n := range []int{10, 12} {
+		run(t, sink.Options{}, nil, func(w *world) {
+			w.src.Set(manyViews(n)...)
+			var keys []types.NamespacedName
+			for _, v := range w.src.Views() {
+				if v.Key() != web {
+					keys = append(keys, v.Key())
+				}
+			}
+			w.script.Add(sinkscript.FailServices(errBusy, keys...))
+			w.src.MarkSynced()
+			w.waitApplied()
+			log := strings.Join(w.logged(), "\n")
+			more := strings.Contains(log, `"More services work again" "services"=2`)
+			if named := strings.Count(log, `"Service works again"`); named != 10 || more != (n == 12) || strings.Contains(log, "More services work again") != more {
+				t.Errorf("%d services work again, and the log names %d:\n%s", n, named, log)
+			}
+		})
+	}
+}
+
+// TestLongPassIsLogged runs passes of ten Syncs.
 func TestLongPassIsLogged(t *testing.T) {
+	testLongPass(t, 2*time.Second, "3 6 9")
+	testLongPass(t, 5*time.Second, "1 2 3 4 5 6 7 8 9")
+}
+
+func testLongPass(t *testing.T, took time.Duration, want string) {
 	synctest.Test(t, func(t *testing.T) {
 		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
@@ -1492,7 +1641,7 @@ func TestLongPassIsLogged(t *testing.T) {
 		src.MarkSynced()
 		slow := sink.Func(func(_ context.Context, c *sink.Changes) error {
 			for range c.Services {
-				time.Sleep(2 * time.Second)
+				time.Sleep(took)
 			}
 			return nil
 		})
@@ -1508,8 +1657,8 @@ func TestLongPassIsLogged(t *testing.T) {
 		for _, m := range regexp.MustCompile(`Delivering all services"? delivered=(\d+)`).FindAllStringSubmatch(log, -1) {
 			counts = append(counts, m[1])
 		}
-		if got := strings.Join(counts, " "); got != "3 6 9" {
-			t.Errorf("the log has progress after %q services, want 3, 6 and 9:\n%s", got, log)
+		if got := strings.Join(counts, " "); got != want {
+			t.Errorf("the log has progress after %q services, want %q:\n%s", got, want, log)
 		}
 	})
 }

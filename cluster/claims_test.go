@@ -228,6 +228,21 @@ func TestClaims(t *testing.T) {
 	}
 }
 
+// Addresses that are equal in their first or last eight bytes are different addresses.
+func TestClaimsOfSimilarAddresses(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	state.Update(func(tx *cluster.Tx) {
+		for i, ip := range []string{"2001:db8:1::1", "2001:db8:2::1", "2001:db8:1::2", "::1", "10.0.0.1"} {
+			tx.SetService(service(fmt.Sprint("s", i), 10-i, ip, 80))
+		}
+		tx.SetService(service("late", 1, "2001:db8:2::1", 80))
+	})
+	if got := lost(state); !slices.Equal(got, []string{"late 2001:db8:2::1:80/TCP s1"}) {
+		t.Errorf("lost claims %q", got)
+	}
+}
+
 func TestClaimPassesOnWhenWinnerIsDeleted(t *testing.T) {
 	winner, loser := service("old", 2, "10.0.0.1", 80), service("young", 1, "10.0.0.1", 80)
 	for _, test := range []struct {

@@ -74,20 +74,21 @@ func (s *State) wanted(key types.NamespacedName) api.ServiceState {
 	return s.state(key)
 }
 
-// wantedServices yields all services that the source has, in the order of their keys. For
-// a refused service, it yields any version.
+// wantedServices yields all services that the source has. For a refused service, it yields
+// any version.
 func (s *State) wantedServices() iter.Seq[*api.Service] {
-	if len(s.refused.wanted) == 0 {
-		return s.services()
-	}
-	list := slices.Collect(s.services())
-	for key, want := range s.refused.wanted {
-		if s.state(key).Service == nil {
-			list = append(list, want.Service)
+	return func(yield func(*api.Service) bool) {
+		for service := range s.services() {
+			if !yield(service) {
+				return
+			}
+		}
+		for key, want := range s.refused.wanted {
+			if s.state(key).Service == nil && !yield(want.Service) {
+				return
+			}
 		}
 	}
-	slices.SortFunc(list, func(a, b *api.Service) int { return ordering.Keys(a.Key(), b.Key()) })
-	return slices.Values(list)
 }
 
 // settle accepts or refuses the objects that the source has for a service, and updates the

@@ -398,6 +398,27 @@ func TestSeveralVersionsOfASliceInOneUpdate(t *testing.T) {
 	}
 }
 
+// A service with many slices is too large for a moment. The next slice counts with the
+// others.
+func TestManySlicesAfterARefusal(t *testing.T) {
+	for last, refused := range map[int]int{7: 0, 8: 1} {
+		state := cluster.New(cluster.Options{MaxElements: 40})
+		state.SetSynced()
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetService(service("a", 1, "10.0.0.1", 1))
+			for i := range 10 {
+				tx.SetSlice(sliceOf(fmt.Sprint("a-", i), "a", 1))
+			}
+			tx.SetSlice(sliceOf("b", "a", 30))
+			tx.SetSlice(sliceOf("b", "a", 10))
+			tx.SetSlice(sliceOf("c", "a", last))
+		})
+		if n := state.Snapshot().Refused.Len(); n != refused {
+			t.Errorf("a last slice of %d endpoints: %d refused services, want %d", last, n, refused)
+		}
+	}
+}
+
 // TestReportsAreSorted refuses several services in one Update.
 func TestReportsAreSorted(t *testing.T) {
 	var reports []string

@@ -647,19 +647,15 @@ func (tx *Tx) SetStale(stale bool) {
 }
 
 // replace calls remove for each old object that is not in the listing, and then set for
-// each object in the listing. The old objects are in the order of their keys. If the
-// listing repeats a key, the last object counts.
+// each object in the listing. If the listing repeats a key, the last object counts.
 func replace[V any](old, listing iter.Seq[V], key func(V) types.NamespacedName, set func(V), remove func(types.NamespacedName)) {
 	list := slices.Collect(listing)
 	slices.SortStableFunc(list, func(a, b V) int { return ordering.Keys(key(a), key(b)) })
 	var gone []types.NamespacedName
-	rest := list
 	for o := range old {
 		k := key(o)
-		for len(rest) > 0 && ordering.Keys(key(rest[0]), k) < 0 {
-			rest = rest[1:]
-		}
-		if len(rest) == 0 || key(rest[0]) != k {
+		_, listed := slices.BinarySearchFunc(list, k, func(v V, k types.NamespacedName) int { return ordering.Keys(key(v), k) })
+		if !listed {
 			gone = append(gone, k)
 		}
 	}

@@ -598,9 +598,9 @@ func TestOnceWaitsForEachBatchAndTheNode(t *testing.T) {
 			w.Errorf("Run returned %v after %d services, want 4", err, len(w.rec.Views()))
 		}
 	})
-	good := false
+	var good atomic.Bool
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
-		if c.Node != nil && !good {
+		if c.Node != nil && !good.Load() {
 			return errBusy
 		}
 		return nil
@@ -614,7 +614,7 @@ func TestOnceWaitsForEachBatchAndTheNode(t *testing.T) {
 			w.Fatalf("Run returned %v, but the sink refuses the Node", err)
 		default:
 		}
-		good = true
+		good.Store(true)
 		if err := <-w.ended; err != nil || w.rec.Node() == nil {
 			w.Errorf("Run returned %v, the sink has the Node %v", err, w.rec.Node())
 		}
@@ -1249,8 +1249,8 @@ func TestVerifyIntervalOfTheSink(t *testing.T) {
 
 func TestVerify(t *testing.T) {
 	t.Run("does not run during a backoff", func(t *testing.T) {
-		calls := 0
-		s := &stages{verify: func(context.Context) error { calls++; return nil }}
+		var calls atomic.Int32
+		s := &stages{verify: func(context.Context) error { calls.Add(1); return nil }}
 		runWith(t, sink.Options{}, func(d *sink.Driver) {
 			backoff(time.Hour, time.Hour)(d)
 			everyMinute(d)
@@ -1260,12 +1260,13 @@ func TestVerify(t *testing.T) {
 			w.script.Add(sinkscript.Fail(errBusy))
 			w.src.Set(view(web, 2))
 			time.Sleep(time.Hour - time.Second)
-			if calls > 0 {
-				w.Errorf("%d calls of Verify", calls)
+			synctest.Wait()
+			if calls.Load() > 0 {
+				w.Errorf("%d calls of Verify", calls.Load())
 			}
 			time.Sleep(2 * time.Minute)
 			synctest.Wait()
-			if calls == 0 {
+			if calls.Load() == 0 {
 				w.Error("Verify is not called after the backoff")
 			}
 		})

@@ -211,7 +211,9 @@ func TestEventsOfSingleSyncs(t *testing.T) {
 	step("the address moves back", changes(false, at("a", 1, 2, 3), at("b")),
 		"delete frontend b ExternalIP 10.96.0.2:80/TCP", "set service a", "set service b", "set endpoint a 10.0.0.1",
 		"set frontend a ExternalIP 10.96.0.1:80/TCP → [1]", "set frontend a ExternalIP 10.96.0.2:80/TCP → [1]", "set frontend a ExternalIP 10.96.0.3:80/TCP → [1]")
-	syncEvents(t, s, log, changes(false, at("c"), at("d"), at("e"), at("f")))
+	for _, name := range []string{"f", "c", "e", "d"} {
+		syncEvents(t, s, log, changes(false, at(name)))
+	}
 	step("a pass deletes stale services in order", changes(true, at("e")),
 		"delete frontend a ExternalIP 10.96.0.1:80/TCP", "delete frontend a ExternalIP 10.96.0.2:80/TCP", "delete frontend a ExternalIP 10.96.0.3:80/TCP",
 		"delete endpoint a 10.0.0.1", "delete endpoint b 10.0.0.1", "delete endpoint c 10.0.0.1", "delete endpoint d 10.0.0.1", "delete endpoint f 10.0.0.1",

@@ -295,8 +295,11 @@ func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 			expect("a 10.1.0.1", "a 10.1.0.2", "b 10.1.0.3")
 			fails = true
 			if deleted {
+				w.src.Fail(errBusy) // until Fail(nil), so that the driver sees both changes together
 				w.src.Delete(a)
 				w.src.Set(at(view(b), "10.1.0.2"))
+				w.src.Fail(nil)
+				time.Sleep(time.Second)
 				expect("b 10.1.0.2")
 			} else {
 				w.src.Set(at(view(a), "10.1.0.1"), at(view(b), "10.1.0.2"))
@@ -308,6 +311,7 @@ func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 			if deleted {
 				expect("b 10.1.0.2", "dns 10.1.0.1")
 			}
+			synctest.Wait()
 			fails = false
 			w.waitApplied()
 		})

@@ -19,7 +19,7 @@ go test -run xxx -bench Readers -benchtime 10000x ./feed
 go test -run xxx -bench 'View|Frontends' -count 5 ./nodeview
 go test -run xxx -bench . -benchtime 0.5s ./internal/revstore
 go test -run xxx -bench Companions -benchtime 10000x ./app/program
-go test -run xxx -bench Page -count 3 ./status`)
+go test -run xxx -bench Page -count 3 ./internal/statuspage`)
 	add("remote", 30*time.Minute, false, `go test -run xxx -bench Fanout -benchtime 60x ./remote
 go test -run xxx -bench 'InitialSync|IdleStreams' -benchtime 1x -count 3 ./remote`)
 	add("windows", 10*time.Minute, false, "go test -run xxx -bench Sync -benchtime 5x -count 5 ./backends/windows/kernelspace")

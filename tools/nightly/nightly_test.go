@@ -3,12 +3,14 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
 	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -263,6 +265,64 @@ func TestParts(t *testing.T) {
 			t.Errorf("the part %q is incomplete, or its name is not unique", p.Name)
 		}
 		names[p.Name] = true
+	}
+}
+
+// TestCommandsSelectTests expects that the patterns of -run and -bench in the commands match
+// functions of each package, because go test succeeds without a match.
+func TestCommandsSelectTests(t *testing.T) {
+	words := regexp.MustCompile(`'([^']*)'|"([^"]*)"|[^\s;]+|;`)
+	checked := 0
+	for _, p := range allParts() {
+		dir := "../.."
+		for line := range strings.Lines(strings.ReplaceAll(p.Command, ";", "\n")) {
+			if to, ok := strings.CutPrefix(strings.TrimSpace(line), "cd "); ok {
+				dir = filepath.Join("../..", to)
+			}
+			_, arguments, ok := strings.Cut(line, "go test ")
+			if !ok {
+				continue
+			}
+			patterns := map[string]string{"-run": ".", "-bench": "^$"}
+			var packages []string
+			last := ""
+			for _, w := range words.FindAllString(arguments, -1) {
+				w = strings.Trim(w, "'\"")
+				if _, ok := patterns[last]; ok {
+					patterns[last], _, _ = strings.Cut(w, "/")
+				} else if w == "." || strings.HasPrefix(w, "./") && !strings.HasSuffix(w, "...") {
+					packages = append(packages, w)
+				}
+				last = w
+			}
+			for _, pkg := range packages {
+				checked++
+				files, err := filepath.Glob(filepath.Join(dir, pkg, "*_test.go"))
+				if err != nil || len(files) == 0 {
+					t.Errorf("%s: package %s has no tests: %v", p.Name, pkg, err)
+				}
+				matches := false
+				for _, file := range files {
+					text, err := os.ReadFile(file)
+					if err != nil {
+						t.Fatal(err)
+					}
+					for _, f := range regexp.MustCompile(`(?m)^func ((?:Test|Benchmark)\w*)`).FindAllSubmatch(text, -1) {
+						pattern := patterns["-run"]
+						if bytes.HasPrefix(f[1], []byte("Benchmark")) {
+							pattern = patterns["-bench"]
+						}
+						matches = matches || regexp.MustCompile(pattern).Match(f[1])
+					}
+				}
+				if !matches {
+					t.Errorf("%s: nothing in package %s matches -run %s or -bench %s", p.Name, pkg, patterns["-run"], patterns["-bench"])
+				}
+			}
+		}
+	}
+	if checked < 50 {
+		t.Errorf("only %d packages were checked", checked)
 	}
 }
 

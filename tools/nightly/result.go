@@ -50,7 +50,7 @@ type machine struct {
 	Cores    int     `json:"cores"`
 	MemoryGB float64 `json:"memoryGB"`
 	// Load is the mean number of runnable processes in the minute before the part. If it is
-	// not near zero, other programs used the machine.
+	// not near zero, other parts or programs used the machine.
 	Load float64 `json:"load"`
 }
 

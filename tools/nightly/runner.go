@@ -49,17 +49,17 @@ func (r *runner) runAll(ctx context.Context, parts []part, again bool) error {
 	var bad []string
 	var mu sync.Mutex // protects bad
 	for _, alone := range []bool{false, true} {
-		group, ctx := errgroup.WithContext(ctx) // an error that no result has stops all parts
+		group, running := errgroup.WithContext(ctx) // a part without a result stops all parts
 		group.SetLimit(r.jobs)
 		if alone {
 			group.SetLimit(1)
 		}
 		for _, p := range parts {
-			if p.Alone != alone {
+			if p.Alone != alone || running.Err() != nil {
 				continue
 			}
 			group.Go(func() error {
-				last, err := r.runOnce(ctx, p, again)
+				last, err := r.runOnce(running, p, again)
 				if err != nil {
 					return fmt.Errorf("part %s: %w", p.Name, err)
 				}
@@ -74,6 +74,9 @@ func (r *runner) runAll(ctx context.Context, parts []part, again bool) error {
 		if err := group.Wait(); err != nil {
 			return err
 		}
+	}
+	if ctx.Err() != nil {
+		return ctx.Err()
 	}
 	if len(bad) > 0 {
 		return fmt.Errorf("parts that did not pass: %s", strings.Join(bad, ", "))

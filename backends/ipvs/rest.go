@@ -163,7 +163,8 @@ func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source,
 	}
 	for _, ch := range set {
 		if err := ipvsFailed[ch.Key]; err != nil && ch.New != nil {
-			// The table has the service, but the driver would not know that if the service failed.
+			// The table already has the service. If only the service failed, the driver would not
+			// know that.
 			return startOver(fmt.Errorf("remove service %s from IPVS: %w", ch.Key, err))
 		}
 	}

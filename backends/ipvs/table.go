@@ -281,7 +281,8 @@ func (t *table) change(remove, add []element) error {
 	return t.transact(func(*nft.Writer) {}, remove, add)
 }
 
-// transact is like change, but the transaction has also the messages that begin encodes.
+// transact is like change, but its transaction begins with the messages that the function begin
+// encodes.
 func (t *table) transact(begin func(*nft.Writer), remove, add []element) error {
 	ranges := maps.Clone(t.ranges)
 	countRanges(ranges, slices.Values(remove), -1)

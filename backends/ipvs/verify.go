@@ -19,8 +19,8 @@ import (
 const maxIdleReads = 1000
 
 // removeIdle deletes the destinations and virtual servers that get no new connections and
-// whose connections have ended. From a virtual server that it reads, it uses only the
-// connection counts, so that compare still finds changes by other programs.
+// whose connections have ended. It reads virtual servers only to count their connections:
+// the record stays as it was, so that compare still finds changes by other programs.
 func (d *dataplane) removeIdle(ctx context.Context) error {
 	var errs []error
 	reads := 0

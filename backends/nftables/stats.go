@@ -66,7 +66,7 @@ func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) er
 // counterReader reads the counters of elements.
 type counterReader struct {
 	conn     *conn
-	elements map[mapID][]counterElement // the elements that the method read must read
+	elements map[mapID][]counterElement // the elements whose counters are needed
 }
 
 // counterElement is an element that leads to an endpoint of a list.

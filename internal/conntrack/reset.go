@@ -244,7 +244,7 @@ func (r *resetter) resetAll(ctx context.Context) {
 }
 
 // exchange sends segments to the clients of connections, and reads answers for about a
-// tick. It appends to over the connections that it has reset, or has given up.
+// tick. It appends the connections that it has reset, or has given up, to the slice over.
 func (r *resetter) exchange(net *packets, work map[ends]*inWork, added bool, over *[]*inWork) (err error) {
 	now := time.Now()
 	if added {

@@ -71,7 +71,7 @@ func (s *Sink) Sync(ctx context.Context, c *sink.Changes) error {
 // Unwrap returns the other sink.
 func (s *Sink) Unwrap() sink.Sink { return s.sink }
 
-// Step is a function that a Sink calls instead of the method Sync of its sink s.
+// Step takes the place of one call of Sync. The argument s is the sink that the Sink wraps.
 type Step func(ctx context.Context, c *sink.Changes, s sink.Sink) error
 
 // Fail returns a step that returns err and does not call the sink.

@@ -923,7 +923,8 @@ func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 }
 
 // TestRefusedServiceServesNoFrontendWithSourceRanges delivers a service that gets source
-// ranges and grows above the limit in one change. Only its other load balancers stay.
+// ranges and grows above the limit in one change. Its load balancers at addresses without
+// source ranges stay.
 func TestRefusedServiceServesNoFrontendWithSourceRanges(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{MaxLoadBalancers: 3})
 	with := func(prefixes []netip.Prefix, ips ...string) *api.View {

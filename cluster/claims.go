@@ -377,7 +377,8 @@ func (c *claims) owners(lists ...[]ranked) []ownership {
 }
 
 // flipped compares an earlier ownership with the present one. It returns the claims
-// that services have won or lost since then. It omits claims of the service except.
+// that services have won or lost since then, without those of the service in the argument
+// except.
 func (c *claims) flipped(was ownership, except *api.Service) (list []claim) {
 	now, _ := c.first(was.claim)
 	if claimsAddress(was.claim) {

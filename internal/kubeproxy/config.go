@@ -197,7 +197,7 @@ type translation struct {
 	backend, mode string
 	try           func(flag, value string) error
 	windows       bool
-	values        map[string]string // the keys are those of fields; no fields that are null
+	values        map[string]string // of the fields that the file sets, by the keys of fields
 	gates         map[string]bool
 	differences   []Difference
 	errs          []error

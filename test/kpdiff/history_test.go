@@ -222,9 +222,8 @@ func (w *world) step(kind string) error {
 		}
 	case "restore":
 		if w.restore != nil {
-			// A watcher cannot notice a restore between its list and its first watch. It
-			// also cannot notice one if the server reaches the watcher's resource versions
-			// again before the watcher has compared them.
+			// A watcher cannot notice a restore between its list and its first watch, or one
+			// after which the server soon has the watcher's resource versions again.
 			synctest.Wait()
 			w.restore()
 			w.calm()

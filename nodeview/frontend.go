@@ -263,9 +263,11 @@ type portLists struct {
 	family                           api.Family
 	internal, external, shortCircuit list
 	existing                         Existing
-	// distinct has the lists that the method prepare has made so far, without duplicates, by
-	// their hash.
-	distinct map[uint64][]list
+	// first is the first list that the method list has made, with its hash. distinct has the
+	// further ones, without duplicates, by their hash. Most services have a single list.
+	first     list
+	firstHash uint64
+	distinct  map[uint64][]list
 	// samples is the result of samplesOf. firstPorts has the first service port for each value
 	// of existing that the method prepare has made so far. Its keys are hashes of the target
 	// ports that this service port has at the samples.
@@ -327,12 +329,19 @@ func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	if len(targets) == 0 {
 		return list{}
 	}
+	if hash == l.firstHash && slices.Equal(l.first.targets, targets) {
+		return l.first
+	}
 	for _, other := range l.distinct[hash] {
 		if slices.Equal(other.targets, targets) {
 			return other
 		}
 	}
 	made := list{listID(l.port, l.family, local), targets}
+	if l.first.targets == nil {
+		l.first, l.firstHash = made, hash
+		return made
+	}
 	if l.distinct == nil {
 		l.distinct = map[uint64][]list{}
 	}

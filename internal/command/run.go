@@ -98,9 +98,9 @@ func configure(s sink.Sink) error {
 	return nil
 }
 
-// setCollection makes the collector run before the garbage is half as large as the used
-// heap, unless GOGC is set. It is one process of many on its node, so memory counts more than
-// the processor time at the start. Later, a proxy makes little garbage.
+// setCollection lets garbage grow to half of the used heap, in place of the whole, unless
+// GOGC is set. Proxies run on each node, so their memory counts more than the processor time
+// at the start. Later, a proxy makes little garbage.
 func setCollection() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(50)

@@ -26,7 +26,8 @@ type part struct {
 }
 
 // allParts returns all parts. Without the long ones, they take about six hours on two idle
-// cores if they run one after the other. The limits allow for a busy machine.
+// cores if they run one after the other. The limits allow for a busy machine, and for
+// another part at the same time.
 func allParts() []part {
 	parts := []part{
 		{
@@ -46,8 +47,8 @@ func allParts() []part {
 			Command: "hack/versions -race v0.34 v0.35 v0.36 v0.37",
 		},
 		{
-			Name: "repeat", About: "all tests of the root module five times with the race detector, without those of packets", Limit: time.Hour,
-			Command: "go test -race -count=5 -timeout 60m -skip '^Test(Conformance|Kernel|Reference|EveryCaseCanFail)$' ./...",
+			Name: "repeat", About: "all tests of the root module five times with the race detector, without those of packets and of the model", Limit: 2 * time.Hour,
+			Command: "go test -race -count=5 -timeout 2h -skip '^Test(Conformance|Kernel|Reference|EveryCaseCanFail)$|^TestModel' ./...",
 		},
 		{
 			Name: "repeat-test", About: "the tests of the module `test` five times with the race detector", Limit: 4 * time.Hour, Long: true,
@@ -102,24 +103,24 @@ func allParts() []part {
 go test -v -count=1 -timeout 60m -run 'Histories$' ./reconcile -histories 100000`,
 		},
 		{
-			Name: "histories-kernel", About: "300 random histories of each backend in this kernel, 100 of iptables", Limit: time.Hour,
-			Command: `go test -v -p 1 -count=1 -timeout 60m -run '^TestHistories' ./backends/nftables ./backends/ovs ./backends/ebpf ./backends/ipvs ./backends/userspace -histories 300
-go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -histories 100`,
+			Name: "histories-kernel", About: "300 random histories of each backend in this kernel, 100 of iptables", Limit: 2 * time.Hour,
+			Command: `go test -v -p 1 -count=1 -timeout 2h -run '^TestHistories' ./backends/nftables ./backends/ovs ./backends/ebpf ./backends/ipvs ./backends/userspace -histories 300
+go test -v -count=1 -timeout 2h -run '^TestHistories' ./backends/iptables -histories 100`,
 		},
 		{
-			Name: "mutants-nodeview", About: "each [mutant](../../CONTRIBUTING.md#mutants) of nodeview fails a test", Limit: time.Hour,
+			Name: "mutants-nodeview", About: "each [mutant](../../CONTRIBUTING.md#mutants) of nodeview fails a test", Limit: 2 * time.Hour,
 			Command: "cd tools; go run ./mutate -skip '^TestCostGrowsWithSize$' ./nodeview",
 		},
 		{
-			Name: "mutants-reconcile", About: "each mutant of the reconcile engine fails a test", Limit: time.Hour,
+			Name: "mutants-reconcile", About: "each mutant of the reconcile engine fails a test", Limit: 2 * time.Hour,
 			Command: "cd tools; go run ./mutate ./reconcile",
 		},
 		{
-			Name: "mutants-cluster", About: "each mutant of cluster fails a test", Limit: time.Hour,
+			Name: "mutants-cluster", About: "each mutant of cluster fails a test", Limit: 2 * time.Hour,
 			Command: "cd tools; go run ./mutate ./cluster",
 		},
 		{
-			Name: "mutants-sink", About: "each mutant of the driver fails a test", Limit: time.Hour,
+			Name: "mutants-sink", About: "each mutant of the driver fails a test", Limit: 2 * time.Hour,
 			Command: "cd tools; go run ./mutate ./sink",
 		},
 		{
@@ -196,11 +197,11 @@ go build -o "$kernel/kpng" ./cmd/kpng
 go test -v -count=1 -timeout %s -p 1 -exec "$kernel/kernel -debian %s" %s -patience 3m`, limit, suite.name, arguments),
 			})
 		}
-		add("conformance-nftables", "all tests of backends/nftables, with the conformance kit", 40*time.Minute, "./backends/nftables")
-		add("conformance-ebpf", "all tests of backends/ebpf, with the conformance kit", 40*time.Minute, "./backends/ebpf")
-		add("conformance-ipvs", "the conformance kit and TestKernel of backends/ipvs", 40*time.Minute, "-run '^Test(Conformance|Kernel)$' ./backends/ipvs")
-		add("conformance-iptables", "the conformance kit and TestKernel of backends/iptables", time.Hour, "-run '^Test(Conformance|Kernel)$' ./backends/iptables")
-		add("conformance-ovs", "all tests of backends/ovs with the kernel datapath", time.Hour, "./backends/ovs -datapath system")
+		add("conformance-nftables", "all tests of backends/nftables, with the conformance kit", 80*time.Minute, "./backends/nftables")
+		add("conformance-ebpf", "all tests of backends/ebpf, with the conformance kit", 80*time.Minute, "./backends/ebpf")
+		add("conformance-ipvs", "the conformance kit and TestKernel of backends/ipvs", 80*time.Minute, "-run '^Test(Conformance|Kernel)$' ./backends/ipvs")
+		add("conformance-iptables", "the conformance kit and TestKernel of backends/iptables", 2*time.Hour, "-run '^Test(Conformance|Kernel)$' ./backends/iptables")
+		add("conformance-ovs", "all tests of backends/ovs with the kernel datapath", 2*time.Hour, "./backends/ovs -datapath system")
 		add("conformance-userspace", "the section \"Ports\" of the kit with SCTP and backends/userspace", 10*time.Minute, "-run '^TestConformance$/^Ports$' ./backends/userspace")
 	}
 	parts = append(parts, part{

@@ -109,7 +109,7 @@ func (r *runner) runOnce(ctx context.Context, p part, again bool) (result, error
 	if err := r.store.add(last); err != nil {
 		return last, fmt.Errorf("store result: %w", err)
 	}
-	r.printf("%-34s %s after %s %s\n%s", p.Name, last.Outcome, duration(last.Seconds), last.Reason, details)
+	r.printf("%-34s %s (%s)\n%s", p.Name, last.outcome(), duration(last.Seconds), details)
 	return last, nil
 }
 

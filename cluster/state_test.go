@@ -220,6 +220,24 @@ func TestReadersSeeNothingUntilSynced(t *testing.T) {
 	}
 }
 
+// A reader with an old state of an incomplete cluster is woken when the cluster is complete.
+func TestSyncWakesAReaderWithAnOldState(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	update := func(name string) {
+		state.Update(func(tx *cluster.Tx) { tx.SetService(service(name, 1, "10.0.0.1", 80)) })
+	}
+	update("a")
+	changed := state.Changed(state.Snapshot().Revision)
+	update("b")
+	if isClosed(changed) {
+		t.Error("woken before the state is synced")
+	}
+	state.SetSynced()
+	if !isClosed(changed) {
+		t.Error("not woken when the state is synced")
+	}
+}
+
 func TestAReaderIsWokenByChangesOnly(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()

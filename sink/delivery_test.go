@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -609,6 +610,59 @@ func TestPassesEndUnderAnyRateOfStartOver(t *testing.T) {
 }
 
 // A sink that calls StartOver in each Sync gets about ten passes in a second.
+// A sink starts over in each second Sync of a pass.
+func TestStartOverInPassesIsLimited(t *testing.T) {
+	var calls atomic.Int32
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		if calls.Add(1); !c.First {
+			return sink.ErrStartOver
+		}
+		return nil
+	})
+	run(t, sink.Options{BatchSize: 1}, s, func(w *world) {
+		w.src.Set(manyViews(3)...)
+		w.src.MarkSynced()
+		time.Sleep(10 * time.Minute)
+		if n := calls.Load(); n < 20 || n > 80 {
+			t.Errorf("%d Syncs in ten minutes", n)
+		}
+	})
+}
+
+// A Sync that hangs in a pass counts as stuck, also if nothing has changed.
+func TestSinkHangingInAPassIsStuck(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		release := make(chan struct{})
+		w.script.Add(sinkscript.Block(release))
+		time.Sleep(time.Minute)
+		w.driver.StartOver()
+		time.Sleep(time.Minute)
+		if stuck := w.driver.Status().StuckFor(time.Now()); stuck != time.Minute {
+			t.Errorf("stuck for %v, want a minute", stuck)
+		}
+		close(release)
+		w.waitApplied()
+		if stuck := w.driver.Status().StuckFor(time.Now()); stuck != 0 {
+			t.Errorf("stuck for %v after the Sync", stuck)
+		}
+	})
+}
+
+func TestSyncsHaveTheRevision(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.MarkSynced()
+		for i := range byte(3) {
+			w.src.Set(view(web, i+2))
+			w.waitApplied()
+			if got := w.rec.Syncs()[len(w.rec.Syncs())-1].Revision; got != w.src.Revision() {
+				t.Errorf("a Sync has revision %d, want %d", got, w.src.Revision())
+			}
+		}
+	})
+}
+
 func TestStartOverInEachSyncIsLimited(t *testing.T) {
 	for _, err := range []error{nil, errBusy} {
 		t.Run(fmt.Sprint(err), func(t *testing.T) {

@@ -1248,6 +1248,31 @@ func TestVerifyIntervalOfTheSink(t *testing.T) {
 }
 
 func TestVerify(t *testing.T) {
+	t.Run("runs a minute after the first pass, and also if passes follow often", func(t *testing.T) {
+		var at []time.Duration
+		var begin time.Time
+		s := &stages{verify: func(context.Context) error {
+			at = append(at, time.Since(begin))
+			return nil
+		}}
+		runWith(t, sink.Options{BatchSize: 1}, everyMinute, s, func(w *world) {
+			begin = w.start
+			w.script.Add(sinkscript.Repeat(4, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+				time.Sleep(10 * time.Second)
+				return s.Sync(ctx, c)
+			})...)
+			w.src.Set(manyViews(3)...)
+			w.src.MarkSynced()
+			for range 9 {
+				time.Sleep(25 * time.Second)
+				w.driver.StartOver()
+			}
+			synctest.Wait()
+			if diff := cmp.Diff([]time.Duration{100 * time.Second, 160 * time.Second, 220 * time.Second}, at); diff != "" {
+				w.Errorf("calls of Verify (-want +got):\n%s", diff)
+			}
+		})
+	})
 	t.Run("does not run during a backoff", func(t *testing.T) {
 		var calls atomic.Int32
 		s := &stages{verify: func(context.Context) error { calls.Add(1); return nil }}

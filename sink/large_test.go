@@ -6,6 +6,7 @@ import (
 	"context"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -25,6 +26,31 @@ func large(key types.NamespacedName, endpoints ...byte) *api.View {
 	v := view(key, endpoints...)
 	v.Service.SourceRanges = largeRanges
 	return v
+}
+
+// A large service changes, and has its old view again before it is delivered.
+func TestLargeServiceChangesBack(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.Set(large(web, 1))
+		w.src.MarkSynced()
+		w.waitApplied()
+		skip := len(w.rec.Syncs())
+		release := make(chan struct{})
+		w.script.Add(sinkscript.Block(release))
+		w.src.Set(view(dns, 1))
+		synctest.Wait()
+		w.logged()
+		w.src.Set(large(web, 2))
+		w.src.Set(large(web, 1), view(dns, 2))
+		close(release)
+		w.waitApplied()
+		w.expectDelivered(skip, "0s: dns none→[1]", "0s: dns [1]→[2]")
+		for _, line := range w.logged() {
+			if !strings.HasPrefix(line, `"Synced"`) {
+				w.Errorf("the log has %s", line)
+			}
+		}
+	})
 }
 
 func TestLargeServicesComeAfterOthers(t *testing.T) {

@@ -49,7 +49,7 @@ func (d *Driver) step(ctx context.Context) {
 	}
 	d.src.Advance(u)
 	b := d.compose(u)
-	if len(b.services) == 0 && !b.NodeChanged && !b.First && !b.Last {
+	if len(b.services) == 0 && !b.NodeChanged && !b.Last {
 		if d.noted && u.Revision == d.position {
 			d.sourceFailed(ctx, errors.New("source signals a change but its update is empty"))
 			return

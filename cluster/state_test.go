@@ -542,6 +542,31 @@ func BenchmarkManySlicesOfOneService(b *testing.B) {
 	}
 }
 
+// A State modifies a long list of slices in place, but not if a snapshot has it.
+func TestSnapshotKeepsItsManySlices(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a", 1, "10.0.0.1", 80))
+		for i := range 20 {
+			tx.SetSlice(slice(fmt.Sprintf("s%02d", i), "a"))
+		}
+	})
+	before, _ := state.Snapshot().States.Get(key("a"))
+	want := slices.Clone(before.Slices)
+	state.Update(func(tx *cluster.Tx) {
+		tx.DeleteSlice(key("s03"))
+		changed := slice("s10", "a")
+		changed.Ports = []api.EndpointPort{{Port: 81}}
+		tx.SetSlice(changed)
+	})
+	if !slices.Equal(before.Slices, want) {
+		t.Error("an Update changed the slices of an earlier snapshot")
+	}
+	if after, _ := state.Snapshot().States.Get(key("a")); len(after.Slices) != 19 {
+		t.Errorf("the state has %d slices, want 19", len(after.Slices))
+	}
+}
+
 func TestReplaceSlicesOfOneService(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.Update(func(tx *cluster.Tx) {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
@@ -610,6 +611,106 @@ func TestPassesEndUnderAnyRateOfStartOver(t *testing.T) {
 }
 
 // A sink that calls StartOver in each Sync gets about ten passes in a second.
+// An update changes two failing services. Both are in one Sync, whatever the size of a batch.
+func TestFailingServicesThatChangeTogether(t *testing.T) {
+	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		skip := len(w.rec.Syncs())
+		w.script.Add(sinkscript.FailServices(errBusy, web, dns))
+		w.src.Set(view(web, 2), view(dns, 2))
+		synctest.Wait()
+		w.src.Set(view(web, 3), view(dns, 3))
+		w.waitApplied()
+		w.expectDelivered(skip,
+			"0s: dns none→[2] web [1]→[2]: service default/dns: dataplane is busy; service default/web: dataplane is busy",
+			"0s: dns none→[3] unsure web [1]→[3] unsure")
+	})
+}
+
+// While the driver searches for a faulty service, changes of other services wait. So the
+// search does not take longer.
+func TestChangesDuringASearch(t *testing.T) {
+	run(t, sink.Options{}, panicking(key("b")), func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		skip := len(w.rec.Syncs())
+		w.src.Set(view(key("a"), 1), view(key("b"), 1), view(key("c"), 1), view(key("d"), 1))
+		synctest.Wait()
+		time.Sleep(150 * time.Millisecond) // the batch failed twice
+		w.src.Set(view(key("z"), 1))
+		time.Sleep(time.Second)
+		synctest.Wait()
+		for _, s := range w.rec.Syncs()[skip+2:] {
+			n := 0
+			for range s.Services {
+				n++
+			}
+			if n > 2 {
+				t.Errorf("a Sync of the search has %d services", n)
+			}
+		}
+		if _, ok := w.viewOf(key("z")); !ok || len(w.rec.Views()) != 5 {
+			t.Errorf("the sink has %v", w.rec.Views())
+		}
+	})
+}
+
+func (w *world) viewOf(key types.NamespacedName) (*api.View, bool) {
+	i, ok := slices.BinarySearchFunc(w.rec.Views(), key, func(v *api.View, key types.NamespacedName) int { return ordering.Keys(v.Key(), key) })
+	if !ok {
+		return nil, false
+	}
+	return w.rec.Views()[i], true
+}
+
+// A service changes at the time at which an isolated service is due.
+func TestChangeWhenAnIsolatedServiceIsDue(t *testing.T) {
+	poison := key("poison")
+	run(t, sink.Options{}, panicking(poison), func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.Set(view(poison))
+		time.Sleep(time.Minute)
+		for n := range byte(20) {
+			due := w.driver.Status().Failing[0].NextRetry
+			time.Sleep(time.Until(due))
+			w.src.Set(view(web, n+2))
+			synctest.Wait()
+			if v, _ := w.viewOf(web); describe(v) != fmt.Sprint([]byte{n + 2}) {
+				t.Errorf("the sink has %s, want endpoint %d", describe(v), n+2)
+			}
+		}
+	})
+}
+
+// Changes of services do not repeat a refused Node. Only the first Sync that succeeds after a
+// failure does, because the dataplane may have been the cause.
+func TestChangesDoNotRepeatARefusedNode(t *testing.T) {
+	var nodes atomic.Int32
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		if c.Node != nil {
+			nodes.Add(1)
+			return errBusy
+		}
+		return nil
+	})
+	runWith(t, sink.Options{}, backoff(time.Minute, time.Hour), s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.SetNode(&api.Node{Name: "n"})
+		time.Sleep(20 * time.Minute)
+		before := nodes.Load()
+		for n := range byte(10) {
+			w.src.Set(view(web, n+2))
+			synctest.Wait()
+		}
+		if after := nodes.Load(); after > before+1 {
+			t.Errorf("%d further attempts", after-before)
+		}
+	})
+}
+
 // A sink starts over in each second Sync of a pass.
 func TestStartOverInPassesIsLimited(t *testing.T) {
 	var calls atomic.Int32

@@ -160,7 +160,7 @@ func (d *Driver) isVoided(u *updates.Update) (voided bool) {
 		default:
 			d.requestPass()
 		}
-		voided = d.pass != nil && d.passes > d.status.Passes+1
+		voided = d.passes > d.status.Passes+1
 	})
 	return voided
 }

@@ -90,15 +90,9 @@ func run(ctx context.Context, out io.Writer, opts options, patterns []string) er
 	if err != nil {
 		return err
 	}
-	pkgs, err := packages.Load(&packages.Config{
-		Context: ctx, Dir: root,
-		Mode: packages.NeedName | packages.NeedFiles | packages.NeedCompiledGoFiles | packages.NeedImports | packages.NeedTypes | packages.NeedSyntax | packages.NeedTypesInfo,
-	}, patterns...)
+	pkgs, err := load(ctx, root, patterns)
 	if err != nil {
 		return err
-	}
-	if packages.PrintErrors(pkgs) > 0 {
-		return errors.New("the packages have errors")
 	}
 	var errs []error
 	for _, pkg := range pkgs {
@@ -108,6 +102,20 @@ func run(ctx context.Context, out io.Writer, opts options, patterns []string) er
 		}
 	}
 	return errors.Join(errs...)
+}
+
+func load(ctx context.Context, root string, patterns []string) ([]*packages.Package, error) {
+	pkgs, err := packages.Load(&packages.Config{
+		Context: ctx, Dir: root,
+		Mode: packages.NeedName | packages.NeedFiles | packages.NeedCompiledGoFiles | packages.NeedImports | packages.NeedTypes | packages.NeedSyntax | packages.NeedTypesInfo,
+	}, patterns...)
+	if err != nil {
+		return nil, err
+	}
+	if packages.PrintErrors(pkgs) > 0 {
+		return nil, errors.New("the packages have errors")
+	}
+	return pkgs, nil
 }
 
 // runPackage runs the tests of a package with each of its mutants.

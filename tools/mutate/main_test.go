@@ -4,8 +4,10 @@ package main
 
 import (
 	"context"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -39,6 +41,39 @@ func TestSmall(t *testing.T) {
 	}
 }
 `
+
+// TestEquivalentMutantsExist finds paragraphs of equivalent.txt whose code has changed.
+func TestEquivalentMutantsExist(t *testing.T) {
+	equivalent, err := readEquivalent("equivalent.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	folders := map[string]bool{}
+	for k := range equivalent {
+		name, _, _ := strings.Cut(k.function, ".")
+		folders["./"+name] = true
+	}
+	pkgs, err := load(t.Context(), "../..", slices.Collect(maps.Keys(folders)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, pkg := range pkgs {
+		m := mutator{pkg: pkg}
+		for i, file := range pkg.Syntax {
+			text, err := os.ReadFile(pkg.CompiledGoFiles[i])
+			if err != nil {
+				t.Fatal(err)
+			}
+			m.mutate(file, text)
+		}
+		for _, mutant := range m.mutants {
+			delete(equivalent, mutant.key)
+		}
+	}
+	for k := range equivalent {
+		t.Errorf("no mutant: %s\n\t%s\n\t%s", k.function, k.line, k.change)
+	}
+}
 
 // TestSmallPackage runs the program in a module whose tests lack the numbers 7 and 10.
 func TestSmallPackage(t *testing.T) {

@@ -17,8 +17,8 @@ import (
 // mutant is a small fault in the code of a package.
 type mutant struct {
 	pos token.Position
-	// key identifies the mutant by its function, the text of its line and what it changes. So
-	// it stays the same when other lines change.
+	// key identifies the mutant by its function, its line without a comment, and what it
+	// changes. So it stays the same when other lines and comments change.
 	key key
 }
 
@@ -317,6 +317,7 @@ func (m *mutator) add(n ast.Node, change string) int {
 	pos := m.file.Position(n.Pos())
 	begin := m.file.Offset(m.file.LineStart(pos.Line))
 	line, _, _ := strings.Cut(string(m.text[begin:]), "\n")
+	line, _, _ = strings.Cut(line, " // ")
 	k := key{m.function, strings.TrimSpace(line), strings.Join(strings.Fields(change), " ")}
 	same := 1
 	for _, other := range m.mutants {

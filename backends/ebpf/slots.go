@@ -22,8 +22,8 @@ type slots struct {
 	endpoints, others []address
 }
 
-// othersFrom is the index of the second endpoint of slot 0 in the map slots. The second
-// endpoints of the further slots follow.
+// othersFrom is an index of the map slots. The second endpoint of slot n of a list is at
+// othersFrom + n.
 const othersFrom = 1 << 31
 
 // slotsOf returns the slots of endpoints.

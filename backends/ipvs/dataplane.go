@@ -590,8 +590,8 @@ func (d *dataplane) changeTable(remove, add []element) error {
 	return nil
 }
 
-// changeInParts removes and adds elements in transactions of limited size. Elements that
-// describe one frontend, and all source ranges, change together. If one of several
+// changeInParts removes and adds elements in transactions of limited size. The elements of
+// one frontend are in one transaction, and so are all source ranges. If one of several
 // transactions fails, the error requests a new pass.
 func (d *dataplane) changeInParts(remove, add []element) error {
 	if len(remove)+len(add) <= d.table.maxElements {

@@ -34,8 +34,8 @@ func slotsOf(targets []nodeview.Target) slots {
 		return s
 	}
 	s.others = slices.Clone(s.endpoints)
-	// rest[i] is what slots must still give to endpoint i. A slot gives total, and all
-	// endpoints together need n times total.
+	// rest[i] is the share of endpoint i that no slot has yet. A slot has the share total, so
+	// all n endpoints together have n times total.
 	rest, total := make([]uint64, len(targets)), uint64(0)
 	for i, t := range targets {
 		rest[i] = weight(t) * uint64(len(targets))

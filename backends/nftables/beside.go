@@ -18,6 +18,27 @@ import (
 // they use a connection of their own, and do not hold the lock that a Sync needs. A journal
 // records what Syncs write meanwhile.
 
+// reader is the connection for reads beside Syncs. All of them use one connection, which stays
+// open, see [netfilter.Conn.Close].
+type reader struct {
+	mu   sync.Mutex
+	conn *conn
+}
+
+// read calls f with the connection, for the table of that name. Other reads wait until f
+// returns.
+func (r *reader) read(table string, f func(*conn) error) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return f(&conn{r.conn.Other(table)})
+}
+
+func (r *reader) close() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.conn.Close()
+}
+
 // journal records each change of the state's elements since a read began.
 type journal struct {
 	mu      sync.Mutex
@@ -82,10 +103,8 @@ func (t *table) preparePass(ctx context.Context) (read func(context.Context) (*p
 	}
 	p := t.newPass(foreignCommits)
 	p.base, p.journal = t.state, t.state.newJournal()
-	c := newConn(t.opts.NetNS, name)
 	return func(ctx context.Context) (*pass, error) {
-		defer c.Close()
-		return p, p.read(ctx, c)
+		return p, t.reader.read(name, func(c *conn) error { return p.read(ctx, c) })
 	}
 }
 
@@ -134,17 +153,16 @@ type mapComparison struct {
 // so that no Sync disturbs it.
 func (t *table) newMapComparison(ctx context.Context, m mapID, attempt int) *mapComparison {
 	c := &mapComparison{m: m, attempt: attempt, state: t.state, journal: t.state.newJournal(), done: make(chan struct{})}
-	conn := newConn(t.opts.NetNS, t.conn.Table)
-	read := func(ctx context.Context) {
-		defer close(c.done)
-		defer conn.Close()
-		c.err = c.read(ctx, conn)
-	}
 	if attempt == maxDumpRetries && t.state.digests[m].n <= t.maxDumped {
-		read(context.WithoutCancel(ctx))
-	} else {
-		t.beside(read)
+		c.err = c.read(context.WithoutCancel(ctx), t.conn)
+		close(c.done)
+		return c
 	}
+	name := t.conn.Table
+	t.beside(func(ctx context.Context) {
+		defer close(c.done)
+		c.err = t.reader.read(name, func(conn *conn) error { return c.read(ctx, conn) })
+	})
 	return c
 }
 

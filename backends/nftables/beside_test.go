@@ -8,11 +8,17 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/conntrack"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -148,4 +154,57 @@ func TestOwnChangesAreNoDrift(t *testing.T) {
 	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestConnectionsStayOpen compares the connections of netfilter after a pass, a comparison and
+// a read of connection tracking, and again later. When one is closed, all changes wait, see
+// netfilter.Conn.Close.
+func TestConnectionsStayOpen(t *testing.T) {
+	ns := netnstest.New(t)
+	reads := make(chan error, 100)
+	b := startIn(t, ns, Options{Options: backends.Options{Conntrack: conntrack.New(conntrack.Options{
+		NetNS:   ns.FD,
+		Observe: func(_, _ int, _ time.Duration, err error) { reads <- err },
+	})}})
+	work := func() {
+		if ready := b.PreparePass(t.Context()); ready != nil {
+			<-ready
+		}
+		mustSync(t, b, batchOf(true, manyServices(20, 2)...))
+		if err := <-reads; err != nil {
+			t.Fatal(err)
+		}
+		b.table.drift.reset(-1)
+		if err := verifyAll(t, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	work()
+	work()
+	before := netfilterSockets(t, ns)
+	work()
+	after := netfilterSockets(t, ns)
+	if least := 3; len(before) < least || !slices.Equal(before, after) { // the table, its reader, and connection tracking
+		t.Errorf("connections %v became %v, want the same, at least %d", before, after, least)
+	}
+}
+
+// netfilterSockets returns the inodes of the netlink sockets of netfilter in a namespace.
+func netfilterSockets(t *testing.T, ns *netnstest.Namespace) (inodes []string) {
+	t.Helper()
+	err := ns.Do(func() error {
+		all, err := os.ReadFile("/proc/thread-self/net/netlink")
+		for line := range strings.Lines(string(all)) {
+			// The second field is the protocol. The kernel's own socket has the port ID 0.
+			if f := strings.Fields(line); f[1] == strconv.Itoa(unix.NETLINK_NETFILTER) && f[2] != "0" {
+				inodes = append(inodes, f[len(f)-1])
+			}
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	slices.Sort(inodes)
+	return inodes
 }

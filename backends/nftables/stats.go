@@ -26,8 +26,7 @@ const maxStats = 10_000
 // without numbers, the counter of an endpoint begins at 0 again when the endpoint gets
 // another slot.
 //
-// Stats reads the kernel with a connection of its own. A Sync waits only while Stats copies
-// the references to the lists.
+// A Sync waits only while Stats copies the references to the lists.
 func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) error {
 	if !b.opts.Stats {
 		return errors.New("read counters of nftables: the option Stats is not set")
@@ -35,8 +34,7 @@ func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) er
 	b.mu.Lock()
 	services, name := maps.Clone(b.table.services), b.table.conn.Table
 	b.mu.Unlock()
-	r := counterReader{conn: newConn(b.opts.NetNS, name), elements: map[mapID][]counterElement{}}
-	defer r.conn.Close()
+	r := counterReader{reader: &b.table.reader, table: name, elements: map[mapID][]counterElement{}}
 	for service, lists := range services {
 		for i := range lists {
 			l := &lists[i]
@@ -65,7 +63,8 @@ func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) er
 
 // counterReader reads the counters of elements.
 type counterReader struct {
-	conn     *conn
+	reader   *reader
+	table    string
 	elements map[mapID][]counterElement // the elements whose counters are needed
 }
 
@@ -82,9 +81,7 @@ func (r *counterReader) read(ctx context.Context, m mapID, yield func(backends.S
 	elements := r.elements[m]
 	r.elements[m] = elements[:0]
 	all := make([]backends.Stats, 0, len(elements))
-	err = r.conn.Get(ctx, m.name(), len(elements), func(w *nft.Writer, i int) {
-		elements[i].id.encodeKey(w)
-	}, func(i int, item []byte) bool {
+	found := func(i int, item []byte) bool {
 		connections, ok := nft.Counted(item)
 		data := nft.Value(item, unix.NFTA_SET_ELEM_DATA)
 		if !ok || len(data) != m.dataLen() {
@@ -100,6 +97,9 @@ func (r *counterReader) read(ctx context.Context, m mapID, yield func(backends.S
 			Connections: int64(connections), Active: -1, FromClients: -1, ToClients: -1,
 		})
 		return true
+	}
+	err = r.reader.read(r.table, func(c *conn) error {
+		return c.Get(ctx, m.name(), len(elements), func(w *nft.Writer, i int) { elements[i].id.encodeKey(w) }, found)
 	})
 	if err != nil {
 		return false, fmt.Errorf("read counters of %s: %w", m.name(), err)

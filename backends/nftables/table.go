@@ -34,6 +34,7 @@ import (
 type table struct {
 	opts    *Options
 	conn    *conn
+	reader  reader
 	numbers *numbers
 	// sources has the lists of source ranges.
 	sources *sourcelists.Lists
@@ -84,15 +85,15 @@ func newTable(opts *Options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
 	c.Transacted = opts.Observer.Wrote
 	return &table{
-		opts: opts, conn: c, numbers: newNumbers(), maxDumped: maxDumped, now: time.Now,
+		opts: opts, conn: c, reader: reader{conn: newConn(opts.NetNS, "")}, numbers: newNumbers(), maxDumped: maxDumped, now: time.Now,
 		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},
 	}
 }
 
-// close closes the connection. After that the content of the table is unknown.
+// close closes the connections. After that the content of the table is unknown.
 func (t *table) close() error {
 	t.state, t.ahead, t.pass = nil, nil, nil
-	return t.conn.Close()
+	return errors.Join(t.conn.Close(), t.reader.close())
 }
 
 // The method sync programs the changes c. It also programs node ports at nodePortAddrs.

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"golang.org/x/sys/unix"
 )
@@ -65,7 +66,10 @@ func TestLargeTableIsReadAsStream(t *testing.T) {
 	one := filterOf(destinationNumber(0))
 	two := one.union(filterOf(destinationNumber(1)))
 	before, most, checked := live(), uint64(0), 0
-	seen, ended, _, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, two, func(flow) bool {
+	reader, writer := netfilter.NewConn(n.FD), netfilter.NewConn(n.FD)
+	defer reader.Close()
+	defer writer.Close()
+	seen, ended, _, err := deleteStale(t.Context(), reader, writer, kind{api.IPv4, unix.IPPROTO_UDP}, two, func(flow) bool {
 		if checked++; checked%10_000 == 0 {
 			most = max(most, live())
 		}
@@ -79,7 +83,7 @@ func TestLargeTableIsReadAsStream(t *testing.T) {
 		t.Errorf("live heap grew from %d to %d bytes", before, most)
 	}
 	// For a single destination, the kernel returns only the entries of this destination.
-	if seen, _, _, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, one, func(flow) bool { return false }, nil); seen != large/1000 || err != nil {
+	if seen, _, _, err := deleteStale(t.Context(), reader, writer, kind{api.IPv4, unix.IPPROTO_UDP}, one, func(flow) bool { return false }, nil); seen != large/1000 || err != nil {
 		t.Errorf("of the %d entries of one service read %d: %v", large/1000, seen, err)
 	}
 }

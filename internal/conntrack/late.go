@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/netfilter"
 	"k8s.io/klog/v2"
 )
 
@@ -47,14 +46,12 @@ func (r *reconciler) lateDue() <-chan time.Time {
 
 // deleteLate deletes the entries of late replies.
 func (r *reconciler) deleteLate(ctx context.Context) {
-	c := netfilter.NewConn(r.opts.NetNS)
-	defer c.Close()
 	now := time.Now()
 	var remaining []lateReplies
 	for _, l := range r.late {
 		if !now.Before(l.at) {
 			for batch := range slices.Chunk(l.identities, batchSize) {
-				if _, err := deleteEntries(ctx, c, l.family, batch); err != nil {
+				if _, err := deleteEntries(ctx, r.writer, l.family, batch); err != nil {
 					klog.FromContext(ctx).Error(err, "Cannot delete connections of late replies")
 					break
 				}

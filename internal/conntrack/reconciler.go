@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
@@ -61,6 +62,8 @@ type reconciler struct {
 	queue *queue
 	wake  chan struct{} // has a value while destinations may be queued
 	late  []lateReplies // used only by the goroutine that Start starts
+	// The connections stay open while the goroutine runs, see netfilter.Conn.Close.
+	reader, writer *netfilter.Conn
 
 	resets *resetter
 
@@ -86,7 +89,10 @@ func newReconciler(opts Options) *reconciler {
 	if opts.clock == nil {
 		opts.clock = clock.RealClock{}
 	}
-	return &reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), resets: newResetter(opts.NetNS), ended: make(chan struct{})}
+	return &reconciler{
+		opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), resets: newResetter(opts.NetNS), ended: make(chan struct{}),
+		reader: netfilter.NewConn(opts.NetNS), writer: netfilter.NewConn(opts.NetNS),
+	}
 }
 
 // Honours implements [Reconciler].
@@ -98,6 +104,8 @@ func (r *reconciler) Start(ctx context.Context) error {
 	r.running = make(chan struct{})
 	go func() {
 		defer close(r.running)
+		defer r.reader.Close()
+		defer r.writer.Close()
 		var resets sync.WaitGroup
 		resets.Go(func() { r.resets.run(ctx) })
 		r.run(ctx)
@@ -229,7 +237,7 @@ func (r *reconciler) read(ctx context.Context) (p outcome) {
 	}
 	var errs []error
 	for k, f := range filters {
-		seen, deleted, late, err := deleteStale(ctx, r.opts.NetNS, k, f, stale, reset)
+		seen, deleted, late, err := deleteStale(ctx, r.reader, r.writer, k, f, stale, reset)
 		p.seen += seen
 		p.deleted += deleted
 		if len(late) > 0 {

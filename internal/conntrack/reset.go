@@ -41,7 +41,8 @@ type ends struct{ from, to netip.AddrPort }
 // translates the packets that are on their way.
 type resetter struct {
 	netNS int
-	wake  chan struct{} // has a value while connections may be waiting
+	conn  *netfilter.Conn // stays open until the end of run, see netfilter.Conn.Close
+	wake  chan struct{}   // has a value while connections may be waiting
 
 	mu sync.Mutex
 	// waiting has the connections that are not in work, by destination. The destinations
@@ -70,7 +71,7 @@ var pauses = [...]time.Duration{150 * time.Millisecond, 400 * time.Millisecond, 
 
 func newResetter(netNS int) *resetter {
 	return &resetter{
-		netNS: netNS, wake: make(chan struct{}, 1), idle: make(chan struct{}),
+		netNS: netNS, conn: netfilter.NewConn(netNS), wake: make(chan struct{}, 1), idle: make(chan struct{}),
 		waiting: map[netip.AddrPort][]lostConnection{}, known: map[ends]struct{}{},
 	}
 }
@@ -156,6 +157,7 @@ func (r *resetter) next(n int, busy map[netip.AddrPort]int) (list []*inWork) {
 }
 
 func (r *resetter) run(ctx context.Context) {
+	defer r.conn.Close()
 	for {
 		select {
 		case <-ctx.Done():
@@ -177,8 +179,6 @@ type inWork struct {
 // resetAll resets all waiting connections.
 func (r *resetter) resetAll(ctx context.Context) {
 	log := klog.FromContext(ctx)
-	conn := netfilter.NewConn(r.netNS)
-	defer conn.Close()
 	local, err := sockdiag.Open(r.netNS)
 	if err != nil {
 		log.Error(err, "Cannot end connections of this node's clients")
@@ -235,7 +235,7 @@ func (r *resetter) resetAll(ctx context.Context) {
 			}
 		}
 		over = rest
-		failed = errors.Join(failed, r.end(ctx, conn, ended))
+		failed = errors.Join(failed, r.end(ctx, ended))
 		if failed != nil {
 			log.Error(failed, "Cannot reset connections to lost endpoints")
 			failed = nil
@@ -304,7 +304,7 @@ func (r *resetter) exchange(net *packets, work map[ends]*inWork, added bool, ove
 }
 
 // end deletes the entries of connections.
-func (r *resetter) end(ctx context.Context, conn *netfilter.Conn, list []*inWork) error {
+func (r *resetter) end(ctx context.Context, list []*inWork) error {
 	if len(list) == 0 {
 		return nil
 	}
@@ -318,7 +318,7 @@ func (r *resetter) end(ctx context.Context, conn *netfilter.Conn, list []*inWork
 	for family, identities := range byFamily {
 		for len(identities) > 0 {
 			n := min(batchSize, len(identities))
-			_, err := deleteEntries(ctx, conn, family, identities[:n])
+			_, err := deleteEntries(ctx, r.conn, family, identities[:n])
 			errs = append(errs, err)
 			identities = identities[n:]
 		}

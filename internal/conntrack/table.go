@@ -27,12 +27,8 @@ type kind struct {
 // an established connection, it passes the flow to the function reset instead. It
 // returns how many entries it has read and how many it has deleted. It also returns the
 // identities of the entries that the kernel would create for late replies of the
-// deleted flows.
-func deleteStale(ctx context.Context, netNS int, k kind, f filter, stale func(flow) bool, reset func(lostConnection)) (seen, ended int, late [][]byte, err error) {
-	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
-	defer reader.Close()
-	defer writer.Close()
-
+// deleted flows. It deletes while it reads, so it needs two connections.
+func deleteStale(ctx context.Context, reader, writer *netfilter.Conn, k kind, f filter, stale func(flow) bool, reset func(lostConnection)) (seen, ended int, late [][]byte, err error) {
 	var batch [][]byte
 	var failed error
 	flush := func() {

@@ -81,6 +81,10 @@ func (c *Conn) open() error {
 }
 
 // Close closes the connection. The next request opens it again.
+//
+// When a program closes a connection, the kernel lets no transaction of nf_tables begin until
+// it has destroyed what earlier transactions removed. This takes a grace period of RCU, often
+// 10 to 100 ms. So a process should keep its connections open.
 func (c *Conn) Close() error {
 	if c.nl == nil {
 		return nil

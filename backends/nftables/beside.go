@@ -39,11 +39,16 @@ func (r *reader) close() error {
 	return r.conn.Close()
 }
 
-// journal records each change of the state's elements since a read began.
+// journal records each change of the state's elements since a read began. After maxJournal
+// changes it is full: it forgets them, and the read was in vain.
 type journal struct {
 	mu      sync.Mutex
 	changes []journalChange
+	full    bool
 }
+
+// maxJournal limits the changes of a journal. They use about 10 MB.
+const maxJournal = 100_000
 
 // journalChange records that the kernel now has an element, or no longer has it.
 type journalChange struct {
@@ -66,17 +71,32 @@ func (s *state) endJournal(j *journal) {
 func (j *journal) add(id *elementID, v *value, exists bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.changes = append(j.changes, journalChange{element{*id, *v}, exists})
+	if len(j.changes) == maxJournal {
+		j.changes, j.full = nil, true
+	}
+	if !j.full {
+		j.changes = append(j.changes, journalChange{element{*id, *v}, exists})
+	}
 }
 
-// since returns the changes after the first n. A nil journal has none.
+// isFull reports whether j has forgotten changes. A nil journal is not full.
+func (j *journal) isFull() bool {
+	if j == nil {
+		return false
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.full
+}
+
+// since returns the changes after the first n. A nil journal and a full one have none.
 func (j *journal) since(n int) []journalChange {
 	if j == nil {
 		return nil
 	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.changes[n:]
+	return j.changes[min(n, len(j.changes)):]
 }
 
 // lost reports whether a dump of the map m may lack elements because of the changes. If the
@@ -211,7 +231,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 			return c.err
 		}
 		is, want := c.digests()
-		disturbed := slices.ContainsFunc(c.journal.since(0), func(c journalChange) bool { return c.m == m })
+		disturbed := c.journal.isFull() || slices.ContainsFunc(c.journal.since(0), func(c journalChange) bool { return c.m == m })
 		switch {
 		case is == want:
 			return nil

@@ -56,7 +56,7 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	if err != nil {
 		return err
 	}
-	if p == nil || p.base != base || base == nil && p.foreignCommits != foreignCommits {
+	if p == nil || p.base != base || p.journal.isFull() || base == nil && p.foreignCommits != foreignCommits {
 		if foreignCommits, err = t.loadSkeleton(ctx); err != nil {
 			return err
 		}

@@ -217,13 +217,14 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// BenchmarkChangeDuringPass changes one service after the other during a pass. The pass
-// itself changes nothing. The benchmark reports the median and the longest time until a
+// BenchmarkChangeDuringPass changes one service after the other during a pass. The benchmark
+// reports the median and the longest time until a
 // change is in the kernel, and where the longest one was: in the driver, which waits for the
 // batch before it, at the lock of the backend, in transactions of the kernel, or else in the
 // backend. It also reports the longest CPU time of the process for a change, which other
 // programs do not affect. The case "restart" is the first pass after a restart, when the table
-// has already been read. The case "later" is a later pass, from the request for it.
+// has already been read. The case "later" is a later pass, from the request for it, and
+// "repair" is a pass after another program has deleted the table.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000, 100_000} {
 		src := sinktest.NewSource()
@@ -232,7 +233,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 		}
 		src.SetNode(node)
 		src.MarkSynced()
-		for _, kind := range []string{"restart", "later"} {
+		for _, kind := range []string{"restart", "later", "repair"} {
 			b.Run(fmt.Sprintf("services=%d/endpoints=10/%s", n, kind), func(b *testing.B) {
 				be, ns := start(b, Options{})
 				observer := newConn(ns.FD, be.opts.tables()[0])
@@ -244,9 +245,15 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 				var changes []changeTimes
 				for b.Loop() {
 					before := d.Status().Passes
-					if kind == "later" {
+					switch kind {
+					case "repair":
+						if err := observer.Delete(b.Context()); err != nil {
+							b.Fatal(err)
+						}
+						fallthrough
+					case "later":
 						d.StartOver()
-					} else {
+					case "restart":
 						b.StopTimer()
 						stop()
 						be = startIn(b, ns, Options{})

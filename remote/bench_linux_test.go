@@ -357,7 +357,7 @@ func serveBench(b *testing.B, state *cluster.State, l net.Listener) *remote.Serv
 // newCrowd returns a crowd for the nodes of state. If server is not nil, the clients
 // resume with tokens of this server.
 func newCrowd(server *remote.Server, state *cluster.State, l net.Listener, perNode int) *crowd {
-	c := &crowd{Address: "unix://" + l.Addr().String(), PerNode: perNode}
+	c := &crowd{Addresses: []string{"unix://" + l.Addr().String()}, PerNode: perNode}
 	for name, node := range state.Snapshot().Nodes.All() {
 		n := crowdNode{Name: name, Token: []byte{}}
 		if server != nil {

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/transport"
+	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/encoding/protowire"
@@ -27,13 +28,16 @@ import (
 // that the benchmark measures only the server. They connect like [remote.Client], but
 // only count operations.
 type crowd struct {
-	Address string
+	Addresses []string
+	TLS       *transport.TLS
 	// The clients' nodes, with resume tokens. Each node has one connection with PerNode
 	// streams.
 	Nodes   []crowdNode
 	PerNode int
 	// The clients accept packed operations, and count a whole pack as one operation.
 	Packed bool
+	// The clients are relays: they request the state of the cluster.
+	Relays bool
 }
 
 type crowdNode struct {
@@ -111,7 +115,7 @@ func runCrowd() {
 }
 
 func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
-	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}})
+	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: c.Addresses, TLS: c.TLS})
 	if err == nil {
 		var have *localv1.Digests
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
@@ -120,7 +124,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 			}
 			failed := make(chan error)
 			for range c.PerNode {
-				go func(have *localv1.Digests) { failed <- n.watch(ctx, conn, c.Packed, have, rounds) }(have)
+				go func(have *localv1.Digests) { failed <- c.watch(ctx, conn, n, have, rounds) }(have)
 			}
 			have = n.Again
 			return <-failed
@@ -131,13 +135,19 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 
 // watch sends a request with the token and the digests. After each answer, it sends a
 // request without a token.
-func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool, have *localv1.Digests, rounds *crowdRounds) error {
+func (c *crowd) watch(ctx context.Context, conn *grpc.ClientConn, n crowdNode, have *localv1.Digests, rounds *crowdRounds) error {
+	method, count := localv1.Sets_Watch_FullMethodName, countOperations
+	var request, next proto.Message = &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Packed: c.Packed, Have: have, Resumption: &localv1.WatchReq_Resume{Resume: n.Token}},
+		&localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}}
+	if c.Relays {
+		method, count = clusterv1.Cluster_Watch_FullMethodName, countObjects
+		request, next = &clusterv1.WatchRequest{Resume: n.Token}, &clusterv1.WatchRequest{}
+	}
 	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
-	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))
+	stream, err := conn.NewStream(ctx, desc, method, grpc.ForceCodecV2(bytesCodec{}))
 	if err != nil {
 		return err
 	}
-	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Packed: packed, Have: have, Resumption: &localv1.WatchReq_Resume{Resume: n.Token}}
 	for {
 		message, err := proto.Marshal(request)
 		if err != nil {
@@ -153,15 +163,28 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, packed bool
 				return err
 			}
 			var n int
-			n, synced = countOperations(answer)
+			n, synced = count(answer)
 			size, operations = size+len(answer), operations+n
 			if beginsWithReset(answer) {
 				resets++
 			}
 		}
 		rounds.synced(size, operations, resets)
-		request = &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}}
+		request = next
 	}
+}
+
+// countObjects returns the number of objects in a part of an answer to a relay, and
+// reports whether it is the last part.
+func countObjects(message []byte) (n int, synced bool) {
+	for f := range fieldsOf(message) {
+		if f.number == relayToken {
+			synced = true
+		} else {
+			n++
+		}
+	}
+	return n, synced
 }
 
 // countOperations returns the number of operations in a batch and reports whether it has
@@ -196,7 +219,7 @@ func beginsWithReset(message []byte) bool {
 	return false
 }
 
-const opItemReplace, opItemBatch, opItemResume = 100, 101, 102
+const opItemReplace, opItemBatch, opItemResume, relayToken = 100, 101, 102, 8
 
 // fieldsOf yields the fields of type bytes in a message.
 func fieldsOf(message []byte) func(yield func(field) bool) {

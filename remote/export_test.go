@@ -26,6 +26,9 @@ func (s *Server) TokenFor(node *api.Node) []byte {
 	return s.newToken(s.state.Snapshot().Revision, w.newTarget(node).facts)
 }
 
+// RelayToken returns the token of a relay that has received the current state.
+func (s *Server) RelayToken() []byte { return s.newToken(s.state.Snapshot().Revision, nil) }
+
 // DigestsFor returns the digests of a client that follows the view of node, requests all
 // endpoints, and has received the given state. The salt is zero.
 func (s *Server) DigestsFor(snapshot *cluster.Objects, node *api.Node) *localv1.Digests {

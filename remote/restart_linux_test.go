@@ -49,7 +49,7 @@ func BenchmarkFirstSync(b *testing.B) {
 			for b.Loop() {
 				address := socket(b)
 				server := startRestarted(b, address)
-				c := &crowd{Address: address, PerNode: 1, Packed: true}
+				c := &crowd{Addresses: []string{address}, PerNode: 1, Packed: true}
 				for i := range firstNodes {
 					n := crowdNode{Name: apitest.NodeName(i), Token: []byte{}}
 					if kind == "tokens" {
@@ -79,6 +79,39 @@ func BenchmarkFirstSync(b *testing.B) {
 				server.kill()
 			}
 		})
+	}
+}
+
+// BenchmarkMove kills one of two relays with SIGKILL. The clients of both are equally
+// many. Those of the killed relay connect to the other one and continue with their present
+// state.
+func BenchmarkMove(b *testing.B) {
+	digests := firstDigests(b)
+	for b.Loop() {
+		var relays [2]*restarted
+		addresses := []string{socket(b), socket(b)}
+		var rounds [2]func() *crowdRound
+		for i := range relays {
+			relays[i] = startRestarted(b, addresses[i])
+			// The clients of the first relay also know the second one, which does not run yet.
+			c := &crowd{Addresses: addresses[i:], PerNode: 1, Packed: true}
+			for n := i; n < firstNodes; n += 2 {
+				name := apitest.NodeName(n)
+				c.Nodes = append(c.Nodes, crowdNode{Name: name, Token: relays[i].tokens[name], Again: digests[n]})
+			}
+			rounds[i] = c.start(b)
+			rounds[i]()
+		}
+		used := relays[1].measure(b)
+		killed := time.Now()
+		relays[0].kill()
+		round := rounds[0]()
+		used(round, "")
+		b.ReportMetric(round.syncTime(0.5).Sub(killed).Seconds(), "half-synced-s")
+		if round.Resets > 0 {
+			b.Errorf("%d clients started over", round.Resets)
+		}
+		relays[1].kill()
 	}
 }
 

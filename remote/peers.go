@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/x509"
 	"errors"
+	"fmt"
 	"net"
 	"strings"
 	"sync"
@@ -25,9 +26,10 @@ import (
 type peers struct {
 	limits ServerOptions
 
-	refused, stalled atomic.Uint64
-	sent             atomic.Uint64 // bytes
-	streams          atomic.Int64  // open streams
+	refusals refusals
+	stalled  atomic.Uint64
+	sent     atomic.Uint64 // bytes
+	streams  atomic.Int64  // open streams
 	// waiting has the connections whose handshake has not finished. They do not count as
 	// connections yet.
 	waiting *connlimit.Queue
@@ -73,6 +75,20 @@ func (p *peers) opened(s *openStream) (closed func()) {
 	}
 }
 
+// refusals counts the connections and streams that exceeded a limit.
+type refusals struct {
+	mu     sync.Mutex
+	count  uint64
+	last   time.Time
+	reason string // of the last one
+}
+
+func (r *refusals) add(reason string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.count, r.last, r.reason = r.count+1, time.Now(), reason
+}
+
 // limitedListener limits the connections whose handshake has not finished.
 type limitedListener struct {
 	net.Listener
@@ -87,7 +103,7 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 	}
 	c := &countedConn{Conn: conn, peers: l.peers, host: connlimit.Host(conn.RemoteAddr()), network: connlimit.Network(conn.RemoteAddr())}
 	if evicted := l.peers.waiting.Add(c); evicted != nil {
-		l.peers.refused.Add(1)
+		l.peers.refusals.add(fmt.Sprintf("%d connections are in their handshake, the maximum", l.peers.limits.MaxConnections/4))
 		evicted.Close()
 	}
 	return c, nil
@@ -119,9 +135,17 @@ func (p *peers) connect(c *countedConn, anonymous bool) bool {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.connections >= p.limits.MaxConnections || p.byHost[c.host] >= p.limits.MaxConnectionsPerPeer ||
-		anonymous && c.network != c.host && p.byNetwork[c.network] >= max(p.limits.MaxConnections/2, 1) {
-		p.refused.Add(1)
+	refusal := ""
+	switch {
+	case p.connections >= p.limits.MaxConnections:
+		refusal = fmt.Sprintf("the server has %d connections, the maximum", p.connections)
+	case p.byHost[c.host] >= p.limits.MaxConnectionsPerPeer:
+		refusal = fmt.Sprintf("%s has %d connections, the maximum", c.host, p.byHost[c.host])
+	case anonymous && c.network != c.host && p.byNetwork[c.network] >= max(p.limits.MaxConnections/2, 1):
+		refusal = fmt.Sprintf("%s has %d connections without certificates, the maximum", c.network, p.byNetwork[c.network])
+	}
+	if refusal != "" {
+		p.refusals.add(refusal)
 		return false
 	}
 	c.connected, c.anonymous = true, anonymous && c.network != c.host
@@ -234,13 +258,16 @@ func (p *peers) admit(c *caller) (done func(), err error) {
 		a = &account{opening: rate.NewLimiter(rate.Limit(p.limits.StreamRate), p.limits.MaxStreamsPerPeer), turns: semaphore.NewWeighted(maxTurnsPerPeer)}
 		p.byName[c.name] = a
 	}
-	if a.streams >= p.limits.MaxStreamsPerPeer {
-		p.refused.Add(1)
-		return nil, status.Errorf(codes.ResourceExhausted, "%s has %d streams, the maximum", c.name, a.streams)
+	refusal := ""
+	switch {
+	case a.streams >= p.limits.MaxStreamsPerPeer:
+		refusal = fmt.Sprintf("%s has %d streams, the maximum", c.name, a.streams)
+	case !a.opening.Allow():
+		refusal = c.name + " opens streams too fast"
 	}
-	if !a.opening.Allow() {
-		p.refused.Add(1)
-		return nil, status.Errorf(codes.ResourceExhausted, "%s opens streams too fast", c.name)
+	if refusal != "" {
+		p.refusals.add(refusal)
+		return nil, status.Error(codes.ResourceExhausted, refusal)
 	}
 	a.streams++
 	c.turns = a.turns

@@ -253,13 +253,18 @@ func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (cre
 // Stats returns statistics, which kpng to-api exports as metrics. It is safe for
 // concurrent use.
 func (s *Server) Stats() transport.Stats {
+	r := &s.peers.refusals
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return transport.Stats{
-		Streams: int(s.peers.streams.Load()),
-		Views:   s.views.computed.Load(),
-		Values:  s.views.values.Load(),
-		Bytes:   s.peers.sent.Load(),
-		Refused: s.peers.refused.Load(),
-		Stalled: s.peers.stalled.Load(),
+		Streams:     int(s.peers.streams.Load()),
+		Views:       s.views.computed.Load(),
+		Values:      s.views.values.Load(),
+		Bytes:       s.peers.sent.Load(),
+		Refused:     r.count,
+		LastRefused: r.last,
+		Refusal:     r.reason,
+		Stalled:     s.peers.stalled.Load(),
 	}
 }
 

@@ -176,7 +176,11 @@ func printReport(to io.Writer, r *report.Report) error {
 	fmt.Fprintf(w, "source\t%s: %s, revision %d, last change %s\n", r.Source.Name, state, r.Source.Revision, ago(r.Source.LastChange))
 	fmt.Fprintf(w, "objects\t%d services, %d slices, %d nodes\n", r.Source.Services, r.Source.Slices, r.Source.Nodes)
 	if c := r.Clients; c != nil {
-		fmt.Fprintf(w, "clients\t%d nodes, %d streams; %d behind, by at most %.1f s\n", c.Nodes, c.Streams, c.Behind, c.BehindSeconds)
+		behind := "none behind"
+		if c.Behind > 0 {
+			behind = fmt.Sprintf("%d behind, by at most %.1f s", c.Behind, c.BehindSeconds)
+		}
+		fmt.Fprintf(w, "clients\t%d nodes, %d streams; %s\n", c.Nodes, c.Streams, behind)
 	}
 	if len(r.Problems) == 0 {
 		fmt.Fprintf(w, "problems\tnone\n")
@@ -199,7 +203,7 @@ func printReport(to io.Writer, r *report.Report) error {
 			fmt.Fprintf(w, "\nPENDING IN %s, NEXT FIRST\n%s\n", orDash(s.Name), strings.Join(names[:min(len(names), maxPendingShown)], "\n"))
 		}
 	}
-	if c := r.Clients; c != nil && len(c.Slowest) > 0 {
+	if c := r.Clients; c != nil && len(c.Slowest) > 0 && (c.Behind > 0 || c.Streams <= maxClientsShown) {
 		fmt.Fprintln(w, "\nCLIENT'S NODE\tCLIENT\tCONNECTED\tREVISION\tBEHIND")
 		for _, client := range c.Slowest[:min(len(c.Slowest), maxClientsShown)] {
 			behind := "-"

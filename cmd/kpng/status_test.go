@@ -23,7 +23,7 @@ func TestStatusOfServer(t *testing.T) {
 	start(t, "api", "to-local", "json", "--api", address, "--node-name=here")
 	eventually(t, "the client has all changes", func() bool {
 		out, err := execute(t.Context(), "status", "--address", health)
-		return err == nil && strings.Contains(out, "1 nodes, 1 streams; 0 behind")
+		return err == nil && strings.Contains(out, "1 nodes, 1 streams; none behind")
 	})
 	out := mustExecute(t, "status", "--address", health)
 	if !regexp.MustCompile(`(?m)^CLIENT'S NODE +CLIENT +CONNECTED +REVISION +BEHIND\nhere +unix +\S.* +[1-9][0-9]* +-$`).MatchString(out) {
@@ -44,6 +44,18 @@ func TestStatusOfServer(t *testing.T) {
 	if out := mustExecute(t, "status", "--address", health, "-o", "yaml"); !strings.Contains(out, "\nsource:\n") {
 		t.Errorf("status as YAML: %s", out)
 	}
+}
+
+func TestStatusShowsRefusedClients(t *testing.T) {
+	address, server := newSocket(t), freeAddress(t)
+	start(t, "file", "to-api", "-i", explained, "--listen", address, "--healthz-bind-address", server, "--max-streams-per-peer=1")
+	for _, node := range []string{"a", "b"} {
+		start(t, "api", "to-local", "json", "--api", address, "--node-name="+node)
+	}
+	eventually(t, "the status reports the refused client", func() bool {
+		out, err := execute(t.Context(), "status", "--address", server)
+		return err == nil && regexp.MustCompile(`(?m)^problem +[1-9]\d* connections or streams of clients were refused, the last one because unix has 1 streams, the maximum$`).MatchString(out)
+	})
 }
 
 func TestStatusShowsRefusedServices(t *testing.T) {

@@ -5,13 +5,16 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"net"
 	"strconv"
+	"time"
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/usage"
@@ -126,9 +129,19 @@ func (f *serverFlags) check() error {
 	return nil
 }
 
+// problems says whether clients were refused in the last five minutes.
+func (s *apiServer) problems() []string {
+	stats := s.server.Stats()
+	if stats.Refused == 0 || time.Since(stats.LastRefused) > 5*time.Minute {
+		return nil
+	}
+	// Clients choose their names.
+	return []string{fmt.Sprintf("%d connections or streams of clients were refused, the last one because %.253s", stats.Refused, plain.Line(stats.Refusal))}
+}
+
 // run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *command.Source, serving *command.Serving) error {
-	page := &statuspage.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams}
+	page := &statuspage.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams, Problems: s.problems}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(newServerCollector(s.server, page.Behind), command.SourceMetrics(page.SourceState))

@@ -684,6 +684,52 @@ func TestChangeWhenAnIsolatedServiceIsDue(t *testing.T) {
 	})
 }
 
+// Many isolated services work again, and each of their Syncs takes a second. A change waits
+// for at most one of these Syncs.
+func TestChangesComeBetweenIsolatedServices(t *testing.T) {
+	var broken atomic.Bool
+	broken.Store(true)
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		for s := range c.Services {
+			if s.Key != web && broken.Load() {
+				return errBusy
+			}
+		}
+		if !broken.Load() {
+			time.Sleep(time.Second)
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.Set(manyViews(12)...)
+		time.Sleep(5 * time.Minute)
+		if n := len(w.driver.Status().Failing); n != 12 {
+			t.Fatalf("%d services are failing", n)
+		}
+		broken.Store(false)
+		release := make(chan struct{})
+		w.script.Add(sinkscript.Block(release))
+		w.src.Set(view(web, 2))
+		time.Sleep(5 * time.Minute) // all isolated services are due
+		close(release)
+		time.Sleep(1500 * time.Millisecond)
+		for n := byte(3); n < 7; n++ {
+			w.src.Set(view(web, n))
+			time.Sleep(2*time.Second + time.Millisecond)
+			synctest.Wait()
+			if v, _ := w.viewOf(web); describe(v) != fmt.Sprint([]byte{n}) {
+				t.Errorf("after two seconds, the sink has %s, want endpoint %d", describe(v), n)
+			}
+			if len(w.driver.Status().Failing) == 0 {
+				t.Error("no isolated service waits, so this test cannot fail")
+			}
+		}
+		w.waitApplied()
+	})
+}
+
 // Changes of services do not repeat a refused Node. Only the first Sync that succeeds after a
 // failure does, because the dataplane may have been the cause.
 func TestChangesDoNotRepeatARefusedNode(t *testing.T) {

@@ -95,7 +95,7 @@ func TestConcurrentUse(t *testing.T) {
 		}
 	}
 	checkInvariants(t, s)
-	mustEqual(t, "open cursors remain", s.cursors.byRevision.Len(), 0)
+	mustEqual(t, "open cursors remain", s.cursors.positions.Len(), 0)
 }
 
 // follow applies the next delta of c to mirror.

@@ -11,24 +11,18 @@ import "github.com/google/btree"
 // A Cursor is meant for one reader. It is safe for concurrent use.
 type Cursor[K, V any] struct {
 	store  *Store[K, V]
-	id     uint64
 	closed bool
 
-	// acknowledged is the snapshot that the reader has, or nil if it has to start over.
-	acknowledged *Snapshot[K, V]
-	// held is the snapshot after which the store keeps deletions for this reader. It is the
-	// acknowledged snapshot or, while the reader starts over, the snapshot that the reader
-	// received. It is nil if the store keeps no deletions for this reader.
-	held *Snapshot[K, V]
+	// The store keeps deletions after this position for the reader. It is nil if there is
+	// none.
+	at *position[K, V]
+	// The reader has acknowledged the position. Otherwise it starts over, and has only
+	// received the position's snapshot.
+	acknowledged bool
 }
 
 // NewCursor returns a cursor without a position. Its first delta contains all entries.
-func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.cursors.created++
-	return &Cursor[K, V]{store: s, id: s.cursors.created}
-}
+func (s *Store[K, V]) NewCursor() *Cursor[K, V] { return &Cursor[K, V]{store: s} }
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
 // the latest. Only [Cursor.Advance] moves the position. Before the next Advance, each
@@ -40,16 +34,17 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	c.mustOwn(to)
 	c.store.mu.Lock()
 	defer c.store.mu.Unlock()
+	old := c.position()
 	switch {
-	case c.acknowledged == nil:
+	case old == nil:
 		// Keep the deletions after this snapshot. Without them, the reader would have to start
 		// over again after Advance.
 		c.hold(to)
 		return Delta[K, V]{New: to}
-	case to.revision <= c.acknowledged.revision:
-		return Delta[K, V]{Old: c.acknowledged, New: c.acknowledged}
+	case to.revision <= old.revision:
+		return Delta[K, V]{Old: old, New: old}
 	default:
-		return Delta[K, V]{Old: c.acknowledged, New: to}
+		return Delta[K, V]{Old: old, New: to}
 	}
 }
 
@@ -62,10 +57,10 @@ func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
 	c.mustOwn(to)
 	c.store.mu.Lock()
 	defer c.store.mu.Unlock()
-	if c.closed || c.acknowledged != nil && to.revision <= c.acknowledged.revision {
+	if old := c.position(); c.closed || old != nil && to.revision <= old.revision {
 		return
 	}
-	c.acknowledged = to
+	c.acknowledged = true
 	c.hold(to)
 }
 
@@ -75,7 +70,7 @@ func (c *Cursor[K, V]) Close() {
 	c.store.mu.Lock()
 	defer c.store.mu.Unlock()
 	c.closed = true
-	c.store.cursors.drop(c)
+	c.store.cursors.leave(c)
 	c.store.trim()
 }
 
@@ -83,6 +78,18 @@ func (c *Cursor[K, V]) mustOwn(snapshot *Snapshot[K, V]) {
 	if snapshot.store != c.store {
 		panic("revstore: cursor used with a snapshot of another store")
 	}
+}
+
+// position returns the snapshot that the reader last acknowledged. It is nil if the
+// reader has to start over.
+func (c *Cursor[K, V]) position() *Snapshot[K, V] {
+	if c.at == nil || c.at.snapshot == nil {
+		c.acknowledged = false
+	}
+	if !c.acknowledged {
+		return nil
+	}
+	return c.at.snapshot
 }
 
 // hold makes the store keep deletions after a snapshot, unless the snapshot is too old.
@@ -94,45 +101,63 @@ func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 	c.store.trim()
 }
 
-// cursors contains the cursors that hold a snapshot, sorted by the snapshot's revision.
+// position is a snapshot that the cursors of some readers hold. Many readers share one
+// position, so that it is cheap to move them.
+type position[K, V any] struct {
+	revision Revision
+	snapshot *Snapshot[K, V] // nil after a drop; then the readers have to start over
+	readers  int
+}
+
+// cursors contains the positions of all cursors, sorted by revision.
 type cursors[K, V any] struct {
-	created    uint64
-	byRevision *btree.BTreeG[*Cursor[K, V]]
+	positions *btree.BTreeG[*position[K, V]]
+	probe     position[K, V] // search key of the method move, reused to avoid an allocation
 }
 
 func newCursors[K, V any]() cursors[K, V] {
-	return cursors[K, V]{byRevision: btree.NewG(degree, func(a, b *Cursor[K, V]) bool {
-		if a.held.revision != b.held.revision {
-			return a.held.revision < b.held.revision
-		}
-		return a.id < b.id
-	})}
+	return cursors[K, V]{positions: btree.NewG(degree, func(a, b *position[K, V]) bool { return a.revision < b.revision })}
 }
 
-func (x *cursors[K, V]) slowest() (*Cursor[K, V], bool) { return x.byRevision.Min() }
+func (x *cursors[K, V]) slowest() (*position[K, V], bool) { return x.positions.Min() }
 
 func (x *cursors[K, V]) move(c *Cursor[K, V], to *Snapshot[K, V]) {
-	if c.held != nil {
-		x.byRevision.Delete(c)
+	x.leave(c)
+	x.probe.revision = to.revision
+	at, ok := x.positions.Get(&x.probe)
+	if !ok {
+		at = &position[K, V]{revision: to.revision, snapshot: to}
+		x.positions.ReplaceOrInsert(at)
 	}
-	c.held = to
-	x.byRevision.ReplaceOrInsert(c)
+	at.readers++
+	c.at = at
 }
 
-// drop releases the snapshot of a cursor. The cursor's reader then has to start over.
-func (x *cursors[K, V]) drop(c *Cursor[K, V]) {
-	if c.held != nil {
-		x.byRevision.Delete(c)
+// leave releases the position of a cursor.
+func (x *cursors[K, V]) leave(c *Cursor[K, V]) {
+	if c.at == nil {
+		return
 	}
-	c.held, c.acknowledged = nil, nil
+	if c.at.readers--; c.at.readers == 0 {
+		x.drop(c.at)
+	}
+	c.at = nil
 }
 
-// dropCursors drops the cursors that lag by too many changes or need a dropped tombstone.
+// drop releases the snapshot of a position.
+func (x *cursors[K, V]) drop(at *position[K, V]) {
+	if at.snapshot != nil {
+		x.positions.Delete(at)
+		at.snapshot = nil
+	}
+}
+
+// dropCursors drops the positions that lag by too many changes or need a dropped tombstone.
 func (s *Store[K, V]) dropCursors() {
 	allowed := uint64(max(s.limits.lag, s.byKey.Len()/4))
 	for {
 		slowest, ok := s.cursors.slowest()
-		if !ok || slowest.held.revision >= s.floor && s.recorded-slowest.held.recorded <= allowed {
+		if !ok || slowest.revision >= s.floor && s.recorded-slowest.snapshot.recorded <= allowed {
 			return
 		}
 		s.cursors.drop(slowest)

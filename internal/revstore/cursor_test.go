@@ -169,7 +169,7 @@ func TestClosedCursorRetainsNothing(t *testing.T) {
 	mustEqual(t, "tombstones when it is closed", s.tombstones.byKey.Len(), 0)
 	slow.Advance(s.Snapshot())
 	mustEqual(t, "a closed cursor gives full deltas", renderDelta(slow.Until(s.Snapshot())), "full:")
-	mustEqual(t, "cursors that retain something", s.cursors.byRevision.Len(), 1)
+	mustEqual(t, "cursors that retain something", s.cursors.positions.Len(), 1)
 }
 
 func TestDeletionsAreKeptForReaderThatStartsOver(t *testing.T) {

@@ -31,12 +31,12 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 		if oldest.revision <= s.floor {
 			t.Errorf("a tombstone of revision %d is below the floor %d", oldest.revision, s.floor)
 		}
-		if slowest, ok := s.cursors.slowest(); !s.options.Resumable && (!ok || oldest.revision <= slowest.held.revision) {
+		if slowest, ok := s.cursors.slowest(); !s.options.Resumable && (!ok || oldest.revision <= slowest.revision) {
 			t.Errorf("a tombstone of revision %d remains although every cursor has passed it", oldest.revision)
 		}
 	}
-	if slowest, ok := s.cursors.slowest(); ok && slowest.held.revision < s.floor {
-		t.Errorf("a cursor is at %d, below the floor %d", slowest.held.revision, s.floor)
+	if slowest, ok := s.cursors.slowest(); ok && slowest.revision < s.floor {
+		t.Errorf("a cursor is at %d, below the floor %d", slowest.revision, s.floor)
 	}
 	live, outdated := 0, 0
 	var last Revision

@@ -35,7 +35,7 @@ func (s *Store[K, V]) trim() {
 	s.dropCursors()
 	if !s.options.Resumable {
 		slowest, ok := s.cursors.slowest()
-		s.dropTombstones(func(dead *entry[K, V]) bool { return !ok || dead.revision <= slowest.held.revision })
+		s.dropTombstones(func(dead *entry[K, V]) bool { return !ok || dead.revision <= slowest.revision })
 	}
 	s.log.compact()
 }

@@ -80,45 +80,76 @@ func (s fanoutSize) String() string {
 
 var fanoutSizes = []fanoutSize{{100, 50}, {1000, 1}, {5000, 1}}
 
-// measureFanout repeats a change and waits until all streams have received it.
-func measureFanout(b *testing.B, lastData func() time.Time, next func() *crowdRound, change func(ready bool)) {
-	var middle, reached, sent []time.Duration
-	cpu := cpuTime(b)
-	for ready := false; b.Loop(); ready = !ready {
-		time.Sleep(100 * time.Millisecond)
-		committed := time.Now()
-		change(ready)
-		round := next()
-		middle = append(middle, round.syncTime(0.5).Sub(committed))
-		reached = append(reached, round.syncTime(1).Sub(committed))
-		sent = append(sent, lastData().Sub(committed))
-	}
-	for unit, list := range map[string][]time.Duration{"half-reached": middle, "all-reached": reached, "all-sent": sent} {
+// fanout is a server with the streams of a crowd.
+type fanout struct {
+	prefix   string // of the metrics
+	lastData func() time.Time
+	next     func() *crowdRound
+	change   func(ready bool)
+
+	half, reached, sent []time.Duration
+	cpu                 time.Duration
+}
+
+// round makes a change and waits until all streams have received it.
+func (f *fanout) round(b *testing.B, ready bool) {
+	time.Sleep(100 * time.Millisecond)
+	committed, cpu := time.Now(), cpuTime(b)
+	f.change(ready)
+	round := f.next()
+	f.half = append(f.half, round.syncTime(0.5).Sub(committed))
+	f.reached = append(f.reached, round.syncTime(1).Sub(committed))
+	f.sent = append(f.sent, f.lastData().Sub(committed))
+	f.cpu += cpuTime(b) - cpu
+}
+
+func (f *fanout) report(b *testing.B) {
+	for unit, list := range map[string][]time.Duration{"half-reached": f.half, "all-reached": f.reached, "all-sent": f.sent} {
 		slices.Sort(list)
-		b.ReportMetric(milliseconds(list[len(list)/2]), unit+"-p50-ms")
-		b.ReportMetric(milliseconds(list[(len(list)*99+99)/100-1]), unit+"-p99-ms")
+		b.ReportMetric(milliseconds(list[len(list)/2]), f.prefix+unit+"-p50-ms")
+		b.ReportMetric(milliseconds(list[(len(list)*99+99)/100-1]), f.prefix+unit+"-p99-ms")
 	}
-	b.ReportMetric(milliseconds(cpuTime(b)-cpu)/float64(b.N), "server-cpu-ms/change")
+	b.ReportMetric(milliseconds(f.cpu)/float64(b.N), f.prefix+"server-cpu-ms/change")
+}
+
+// measureFanout repeats a change at each server in turn.
+func measureFanout(b *testing.B, servers ...*fanout) {
+	runtime.GC()
+	for ready := false; b.Loop(); ready = !ready {
+		for _, f := range servers {
+			f.round(b, ready)
+		}
+	}
+	for _, f := range servers {
+		f.report(b)
+	}
 	b.ReportMetric(0, "ns/op")
 }
 
 // BenchmarkFanout changes one endpoint of a large cluster and waits until all streams
 // have received the change. The streams resume with tokens, so that the server does not
-// send the whole state first. The next change follows 100 ms after the last delivery.
+// send the whole state first. The next change follows at least 100 ms later.
+//
+// In the same process, a second server with as many streams has the same gRPC options, but
+// sends the same message to all streams. The message is encoded only once. So this server
+// shows the cost of gRPC alone. The two servers send in turn.
 func BenchmarkFanout(b *testing.B) {
 	for _, size := range fanoutSizes {
 		b.Run(size.String(), func(b *testing.B) {
 			state := largeState(10_000, size.nodes)
-			l := &benchListener{Listener: listen(b, socket(b))}
+			l, bareListener := &benchListener{Listener: listen(b, socket(b))}, &benchListener{Listener: listen(b, socket(b))}
 			server := serveBench(b, state, l)
 			idle := memory()
 			next := newCrowd(server, state, l, size.perNode).start(b)
 			next()
 			perStream := float64(memory()-idle) / float64(size.nodes*size.perNode)
+			bare := serveBare(b, newBenchServer(b, state).BareGRPC(), bareListener)
+			bareNext := newCrowd(nil, state, bareListener, size.perNode).start(b)
+			bareNext()
 			before := server.Stats()
-			measureFanout(b, l.lastData, next, func(ready bool) {
+			measureFanout(b, &fanout{lastData: l.lastData, next: next, change: func(ready bool) {
 				update(state, func(to apitest.Writer) { to.SetSlice(benchSlice(0, size.nodes, ready)) })
-			})
+			}}, &fanout{prefix: "bare-", lastData: bareListener.lastData, next: bareNext, change: func(bool) { bare.sendAll() }})
 			after := server.Stats()
 			b.ReportMetric(float64(after.Views-before.Views)/float64(b.N), "views/change")
 			b.ReportMetric(float64(after.Values-before.Values)/float64(b.N), "values/change")
@@ -166,28 +197,9 @@ func BenchmarkRelayedFanout(b *testing.B) {
 			last := func() time.Time {
 				return slices.MaxFunc(listeners, func(a, b *benchListener) int { return a.lastData().Compare(b.lastData()) }).lastData()
 			}
-			measureFanout(b, last, next, func(ready bool) {
+			measureFanout(b, &fanout{lastData: last, next: next, change: func(ready bool) {
 				update(state, func(to apitest.Writer) { to.SetSlice(benchSlice(0, nodes, ready)) })
-			})
-		})
-	}
-}
-
-// BenchmarkBareFanout is BenchmarkFanout with a server that has the same gRPC options
-// but sends the same message to all streams. The message is encoded only once. So the
-// benchmark measures the cost of gRPC alone.
-func BenchmarkBareFanout(b *testing.B) {
-	for _, size := range fanoutSizes {
-		b.Run(size.String(), func(b *testing.B) {
-			state := largeState(100, size.nodes)
-			l := &benchListener{Listener: listen(b, socket(b))}
-			server := serveBare(b, newBenchServer(b, state).BareGRPC(), l)
-			next := newCrowd(nil, state, l, size.perNode).start(b)
-			next()
-			measureFanout(b, l.lastData, next, func(bool) {
-				time.Sleep(10 * time.Millisecond) // a Server gathers changes for the same time
-				server.sendAll()
-			})
+			}})
 		})
 	}
 }

@@ -4,7 +4,6 @@ package remote
 
 import (
 	"context"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -28,9 +27,9 @@ func nodesOf(s *cluster.Objects) *revstore.Snapshot[string, *api.Node] {
 	return (*revstore.Snapshot[string, *api.Node])(s.Nodes)
 }
 
-// publisher decides which snapshots the streams send. After a commit, it waits a short
-// time for further commits. So a burst of commits wakes the streams only once, and all
-// streams send the same snapshots.
+// publisher decides which snapshots the streams send. It publishes a commit at once. Then
+// it gathers further commits for a short time, so that a burst of commits wakes the streams
+// only a few times, and all streams send the same snapshots.
 type publisher struct {
 	state    *cluster.State
 	interval time.Duration
@@ -38,13 +37,12 @@ type publisher struct {
 	snapshot atomic.Pointer[cluster.Objects] // nil until the state is synced
 	stopped  atomic.Bool
 
-	mu      sync.Mutex
-	waiting map[waker]struct{} // the streams that wait for the next snapshot
+	mu sync.Mutex
+	// The streams that wait for the next snapshot, and some that have ended since the last one.
+	waiting []waker
 
-	// cacheMu guards the last result of stateChanges, which many streams need.
-	cacheMu  sync.Mutex
-	from, to uint64
-	changed  []stateChange
+	stepsMu sync.Mutex
+	steps   []*step // at most maxSteps, oldest first
 }
 
 // waker wakes one stream. Each stream waits for its own channel only, because waiting for
@@ -71,16 +69,9 @@ func (p *publisher) wait(seen *cluster.Objects, w waker) {
 		p.mu.Unlock()
 		return
 	}
-	p.waiting[w] = struct{}{}
+	p.waiting = append(p.waiting, w)
 	p.mu.Unlock()
 	<-w // take no lock after this, because all streams wake at the same time
-}
-
-// forget releases a waker. It is called when its stream ends.
-func (p *publisher) forget(w waker) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	delete(p.waiting, w)
 }
 
 // wakeAll calls change and wakes all streams that wait.
@@ -88,9 +79,9 @@ func (p *publisher) wakeAll(change func()) {
 	p.mu.Lock()
 	change()
 	waiting := p.waiting
-	p.waiting = make(map[waker]struct{}, len(waiting))
+	p.waiting = make([]waker, 0, len(waiting))
 	p.mu.Unlock()
-	for w := range waiting {
+	for _, w := range waiting {
 		w.wake()
 	}
 }
@@ -103,20 +94,6 @@ func (p *publisher) lags(snapshot *cluster.Objects) bool {
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
 }
 
-// stateChanges returns the changes of d, sorted by key.
-func (p *publisher) stateChanges(d statesDelta) []stateChange {
-	from, to := d.Old.Revision(), d.New.Revision()
-	if from == to {
-		return nil
-	}
-	p.cacheMu.Lock()
-	defer p.cacheMu.Unlock()
-	if p.from != from || p.to != to {
-		p.from, p.to, p.changed = from, to, slices.Collect(d.Changes())
-	}
-	return p.changed
-}
-
 // run publishes snapshots until ctx ends. Each minute, it calls tidy, and wakes all streams
 // so that they can renew tokens.
 func (p *publisher) run(ctx context.Context, tidy func()) error {
@@ -127,20 +104,21 @@ func (p *publisher) run(ctx context.Context, tidy func()) error {
 		case <-p.state.Changed(revision):
 		case <-minute.C:
 			tidy()
+			p.forgetSteps()
 			p.wakeAll(func() {})
 			continue
 		case <-ctx.Done():
 			return nil
 		}
-		if p.interval > 0 && revision != 0 {
+		snapshot := p.state.Objects()
+		revision = snapshot.Revision
+		p.wakeAll(func() { p.snapshot.Store(snapshot) })
+		if p.interval > 0 {
 			select {
 			case <-time.After(p.interval):
 			case <-ctx.Done():
 				return nil
 			}
 		}
-		snapshot := p.state.Objects()
-		revision = snapshot.Revision
-		p.wakeAll(func() { p.snapshot.Store(snapshot) })
 	}
 }

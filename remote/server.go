@@ -83,8 +83,8 @@ type ServerOptions struct {
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
 
-	// batchInterval is the time that the server waits for further changes before it sends a
-	// change. Default 10 ms; a negative value means no wait. Only tests set it.
+	// batchInterval is the time for which the server gathers further changes after it has
+	// sent a change. Default 10 ms; a negative value means no wait. Only tests set it.
 	batchInterval time.Duration
 }
 
@@ -147,7 +147,7 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 		opts:       opts,
 		state:      state,
 		instance:   instance,
-		published:  &publisher{state: state, interval: opts.batchInterval, waiting: map[waker]struct{}{}},
+		published:  &publisher{state: state, interval: opts.batchInterval},
 		views:      views,
 		beginnings: newBeginnings(views),
 		peers:      newPeers(opts),

@@ -64,7 +64,6 @@ func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServ
 	open := &openStream{peer: c.name, node: l.nodeName(), since: time.Now()}
 	defer s.peers.opened(open)()
 	waker := newWaker()
-	defer s.published.forget(waker)
 	defer context.AfterFunc(ctx, waker.wake)()
 	for {
 		sent, err := s.answer(ctx, waker, l.send, open)

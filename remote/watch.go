@@ -189,7 +189,7 @@ func (w *watch) sync(snapshot *cluster.Objects, to *target) {
 	var token []byte
 	if w.tokens {
 		token = w.server.newToken(snapshot.Revision, to.facts)
-		w.token, w.renewed = snapshot.Revision, time.Now()
+		w.token, w.renewed = snapshot.Revision, w.sender.started
 	}
 	w.sender.ops(syncFrame(token, snapshot.Stale))
 	w.sender.flush()
@@ -236,7 +236,12 @@ func (w *watch) sendDifference(snapshot *cluster.Objects, to *target) {
 		if !to.node.Equal(w.target.node) {
 			w.sendNode(to.node)
 		}
-		w.sendPhases(slices.Values(w.deltas(d, to)))
+		switch {
+		case to.zone != w.target.zone:
+			w.sendPhases(slices.Values(w.deltas(d.All(), to)))
+		case d.Old.Revision() != d.New.Revision():
+			w.sendStep(w.server.published.step(d, w.server.views), to)
+		}
 		return
 	}
 	if changes, ok := statesOf(snapshot.Snapshot).Since(w.server.readToken(w.resume, to.facts)); ok {
@@ -311,11 +316,7 @@ func (w *watch) additions(s *states, to *target) iter.Seq[*wireDelta] {
 }
 
 // deltas returns the changes of the node's views.
-func (w *watch) deltas(d statesDelta, to *target) []*wireDelta {
-	changes := slices.Values(w.server.published.stateChanges(d))
-	if to.zone != w.target.zone {
-		changes = d.All()
-	}
+func (w *watch) deltas(changes iter.Seq[stateChange], to *target) []*wireDelta {
 	var list []*wireDelta
 	for c := range changes {
 		old, new := w.view(c.Old, &w.target), w.view(c.New, to)

@@ -56,14 +56,23 @@ func resetFrame() frame {
 
 // Each answer has its own Sync, so syncFrame encodes it fast, without package proto.
 func syncFrame(token []byte, stale bool) frame {
-	item := appendField(make([]byte, 0, 16+len(token)), opItemSync, nil)
+	size := protowire.SizeTag(opItemSync) + protowire.SizeBytes(0)
 	if token != nil {
-		item = appendField(item, opItemResume, token)
+		size += protowire.SizeTag(opItemResume) + protowire.SizeBytes(len(token))
 	}
 	if stale {
-		item = protowire.AppendVarint(protowire.AppendTag(item, opItemStale, protowire.VarintType), 1)
+		size += protowire.SizeTag(opItemStale) + protowire.SizeVarint(1)
 	}
-	return appendField(make([]byte, 0, 8+len(item)), opItemBatch, item)
+	f := make(frame, 0, protowire.SizeTag(opItemBatch)+protowire.SizeBytes(size))
+	f = protowire.AppendVarint(protowire.AppendTag(f, opItemBatch, protowire.BytesType), uint64(size))
+	f = appendField(f, opItemSync, nil)
+	if token != nil {
+		f = appendField(f, opItemResume, token)
+	}
+	if stale {
+		f = protowire.AppendVarint(protowire.AppendTag(f, opItemStale, protowire.VarintType), 1)
+	}
+	return f
 }
 
 // replaceFrame returns the frame of an operation that sends a whole service.

@@ -182,7 +182,7 @@ func (s *opSender) ops(frames ...frame) {
 			s.err = s.send(&raw{mem.BufferSlice{mem.SliceBuffer(f.item())}})
 			continue
 		case s.batch == nil:
-			s.batch = make(mem.BufferSlice, 0, 4) // most answers are short
+			s.batch = make(mem.BufferSlice, 0, 2) // most answers have shared operations and a Sync
 		}
 		s.batch = append(s.batch, mem.SliceBuffer(f))
 		if s.size += len(f); s.size >= batchBytes {

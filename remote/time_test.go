@@ -378,7 +378,8 @@ func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) cr
 	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: ca.pool(), ServerName: "kpng.test"})
 }
 
-// The server waits for further changes, and therefore sends a hundred changes together.
+// The server sends a rare change at once. Then it waits for further changes, and therefore
+// sends a hundred changes together.
 func TestChangesAreBatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(0)
@@ -388,20 +389,29 @@ func TestChangesAreBatched(t *testing.T) {
 		stream := open(t, conn)
 		request(t, stream, nil)
 		receiveAnswer(t, stream)
-		request(t, stream, nil)
-		synctest.Wait()
-		began := time.Now()
-		for port := range int32(100) {
-			update(state, func(to apitest.Writer) { to.SetService(plain("s", port+1)) })
-		}
-		item, err := stream.Recv()
-		if err != nil {
-			t.Fatal(status.Convert(err))
-		}
-		var service localv1.Service
-		unmarshal(t, item.GetSet().GetBytes(), &service)
-		if waited := time.Since(began); waited != interval || service.Ports[0].Port != 100 {
-			t.Errorf("received port %[2]d after %[1]v", waited, service.Ports[0].Port)
+		time.Sleep(interval)
+		for _, tc := range []struct {
+			last int32
+			wait time.Duration
+		}{{1, 0}, {100, interval}, {101, interval}} {
+			request(t, stream, nil)
+			synctest.Wait()
+			began := time.Now()
+			for port := range tc.last {
+				update(state, func(to apitest.Writer) { to.SetService(plain("s", port+1)) })
+			}
+			item, err := stream.Recv()
+			if err != nil {
+				t.Fatal(status.Convert(err))
+			}
+			var service localv1.Service
+			unmarshal(t, item.GetSet().GetBytes(), &service)
+			if waited := time.Since(began); waited != tc.wait || service.Ports[0].Port != tc.last {
+				t.Errorf("received port %d after %v, want %d after %v", service.Ports[0].Port, waited, tc.last, tc.wait)
+			}
+			if _, err := stream.Recv(); err != nil { // the Sync
+				t.Fatal(status.Convert(err))
+			}
 		}
 	})
 }

@@ -11,28 +11,25 @@ import (
 	"time"
 )
 
-// Tier is a set of servers that read from the tier above. Each server has an equal share
-// of the streams to the tier below.
+// Tier is a set of servers that read from the tier above. The streams of the tier below
+// spread at random over these servers.
 type Tier struct {
 	Servers int
 	// Cores is the number of cores that all servers of the tier have together.
 	Cores float64
-	// Stream is the processor time for one change on one stream.
+	// Stream is the processor time for one answer on one stream.
 	Stream time.Duration
 }
 
-const (
-	// gather is the time for which a server gathers changes.
-	gather = 10 * time.Millisecond
-	// hop is the time for a message between two machines.
-	hop = time.Millisecond / 2
-)
+// hop is the time for a message between two machines.
+const hop = time.Millisecond / 2
 
-// Change returns the time until the last node has received one change. Each server works on
-// its streams in turn, so its last stream waits for all others. The order of the streams
-// and the processor time of a stream, between half and one and a half of Tier.Stream, are
-// random.
-func Change(random *rand.Rand, nodes int, tiers ...Tier) time.Duration {
+// Change returns the time until the last node has received one answer: a change, or the
+// whole state if Tier.Stream is the time for it. Each server waits first, because it may
+// gather changes. Then it works on its streams in turn, so its last stream waits for all
+// others. The order of the streams and the processor time of a stream, between half and one
+// and a half of Tier.Stream, are random.
+func Change(random *rand.Rand, nodes int, wait time.Duration, tiers ...Tier) time.Duration {
 	arrived := []time.Duration{0} // at each server of the tier
 	for i, tier := range tiers {
 		below := nodes
@@ -40,9 +37,8 @@ func Change(random *rand.Rand, nodes int, tiers ...Tier) time.Duration {
 			below = tiers[i+1].Servers
 		}
 		var next []time.Duration
-		for server, at := range arrived {
-			streams := below*(server+1)/tier.Servers - below*server/tier.Servers
-			at += gather + hop
+		for server, streams := range spread(random, below, tier.Servers) {
+			at := arrived[server] + wait + hop
 			for range streams {
 				at += time.Duration((0.5 + random.Float64()) * float64(tier.Stream) / (tier.Cores / float64(tier.Servers)))
 				next = append(next, at)
@@ -52,4 +48,24 @@ func Change(random *rand.Rand, nodes int, tiers ...Tier) time.Duration {
 		arrived = next
 	}
 	return slices.Max(arrived)
+}
+
+// Loss returns the time until the nodes of a server of the last tier, which has ended, have
+// continued at the other servers. Tier.Stream is the processor time for one of them.
+func Loss(random *rand.Rand, nodes int, tier Tier) time.Duration {
+	lost := spread(random, nodes, tier.Servers)[0]
+	tier.Cores -= tier.Cores / float64(tier.Servers)
+	tier.Servers--
+	most := slices.Max(spread(random, lost, tier.Servers))
+	return time.Duration(float64(most) * float64(tier.Stream) / (tier.Cores / float64(tier.Servers)))
+}
+
+// spread returns the number of streams of each server, if each stream chooses a server at
+// random.
+func spread(random *rand.Rand, streams, servers int) []int {
+	counts := make([]int, servers)
+	for range streams {
+		counts[random.IntN(servers)]++
+	}
+	return counts
 }

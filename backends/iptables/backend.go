@@ -25,6 +25,7 @@ import (
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
@@ -33,7 +34,7 @@ import (
 // the updates of the node's addresses. It forwards changes to connection tracking. Its
 // rulesets read and write the rules.
 type backend struct {
-	opts  Options
+	opts  options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
 
@@ -67,16 +68,22 @@ var families = [...]api.Family{api.IPv4, api.IPv6}
 // Start finds the programs of iptables and, if installed, the program ipset. It changes no
 // rules. It needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW.
 func New(opts Options) (backends.Dataplane, error) {
-	b, err := newBackend(opts)
+	b, err := newBackend(options{public: opts})
 	if err != nil {
 		return nil, err
 	}
 	return b, nil
 }
 
-func newBackend(opts Options) (*backend, error) {
+func newBackend(opts options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("iptables options: %w", err)
+	}
+	if opts.lookPath == nil {
+		opts.lookPath = exec.LookPath
+	}
+	if opts.socket == nil {
+		opts.socket = unix.Socket
 	}
 	opts.Observer = backendoptions.Observe(opts.Observer)
 	return &backend{opts: opts}, nil
@@ -154,7 +161,7 @@ func (b *backend) inOtherFlavour(ctx context.Context, flavour flavour) (list []*
 			}
 			return list // usually, the node does not have that flavour
 		}
-		t := &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: r}
+		t := &ruleset{renderer: renderer{opts: &b.opts.public, family: family}, run: r}
 		has, err := hasTables(ctx, b.opts.NetNS, other, family)
 		if has {
 			has, err = t.hasChains(ctx)
@@ -183,7 +190,7 @@ func (b *backend) checkWithoutPrograms(ctx context.Context, flavour flavour, mis
 			continue
 		}
 		if has {
-			t := &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: &runner{flavour: flavour}}
+			t := &ruleset{renderer: renderer{opts: &b.opts.public, family: family}, run: &runner{flavour: flavour}}
 			has, err = t.hasChains(ctx)
 		}
 		if err != nil {
@@ -228,7 +235,7 @@ func (b *backend) newRulesets(flavour flavour, ipset string) (list []*ruleset, e
 			return nil, err
 		}
 		run.conn, run.transactions = conn, transactions
-		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: run})
+		list = append(list, &ruleset{renderer: renderer{opts: &b.opts.public, family: family}, run: run})
 	}
 	return list, nil
 }

@@ -113,7 +113,7 @@ func BenchmarkRestart(b *testing.B) {
 func BenchmarkEndpointChange(b *testing.B) {
 	benchmark(b, func(b *testing.B, v variant, n int) {
 		lines := 0
-		backend := start(b, netnstest.New(b), v, func(o *Options) {
+		backend := start(b, netnstest.New(b), v, func(o *options) {
 			o.Observer = &backendtest.Observer{OnWrote: func(n int, _ error) { lines += n }}
 		})
 		mustSync(b, backend, passOf(many(n))...)
@@ -165,7 +165,7 @@ func BenchmarkLargeServices(b *testing.B) {
 func benchmarkLarge(b *testing.B, v variant, s shape) {
 	lines := 0
 	ns := netnstest.New(b)
-	count := func(o *Options) { o.Observer = &backendtest.Observer{OnWrote: func(n int, _ error) { lines += n }} }
+	count := func(o *options) { o.Observer = &backendtest.Observer{OnWrote: func(n int, _ error) { lines += n }} }
 	svc, others := s.service(), many(50)
 	for n := 0; b.Loop(); n++ {
 		backend := start(b, ns, v, count)

@@ -101,7 +101,7 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "xtables.lock")
 	t.Setenv("XTABLES_LOCKFILE", file)
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{flavourLegacy, true}, func(o *Options) { o.LockWait = time.Second })
+	b := start(t, ns, variant{flavourLegacy, true}, func(o *options) { o.LockWait = time.Second })
 	mustSync(t, b, pass(everything()...))
 	before := saveAll(t, ns, flavourLegacy)
 
@@ -234,7 +234,7 @@ func TestFullSet(t *testing.T) {
 func TestMissingPrograms(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	for _, flavour := range []flavour{flavourDetected, flavourNFT, flavourLegacy} {
-		b, err := newBackend(Options{Flavour: flavour.String()})
+		b, err := newBackend(options{public: Options{Flavour: flavour.String()}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -374,7 +374,7 @@ func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		bad := view("bad", "10.96.0.1", "!10.1.0.9")
 		web, stale := view("web", "10.97.0.1", "10.1.0.1"), view("stale", "10.98.0.1", "10.1.0.3", nodePort)
-		mustSync(t, start(t, ns, v, func(o *Options) {
+		mustSync(t, start(t, ns, v, func(o *options) {
 			o.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("192.0.2.50"))
 		}), pass(bad, web, stale, view("gone", "10.99.0.1", "")))
 
@@ -583,7 +583,7 @@ func newPrograms(tb testing.TB) *programs {
 }
 
 // use makes a backend run these programs.
-func (p *programs) use(o *Options) {
+func (p *programs) use(o *options) {
 	o.lookPath = func(name string) (string, error) { return exec.LookPath(filepath.Join(p.dir, name)) }
 }
 
@@ -655,7 +655,7 @@ func TestMissingMatchOfSomeServices(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		failures := 0
 		p := newPrograms(t)
-		b := start(t, ns, v, p.use, func(o *Options) {
+		b := start(t, ns, v, p.use, func(o *options) {
 			o.Observer = &backendtest.Observer{OnWrote: func(_ int, err error) {
 				if err != nil {
 					failures++
@@ -703,7 +703,7 @@ func TestMissingTargetOfOneFamily(t *testing.T) {
 		old := ns.Run(t, programName(v.flavour, api.IPv6, "save"))
 
 		p := newPrograms(t)
-		b := start(t, ns, v, p.use, func(o *Options) { o.MasqueradeMark = 0x8000 })
+		b := start(t, ns, v, p.use, func(o *options) { o.MasqueradeMark = 0x8000 })
 		p.edit("ip6tables-*-restore", "s/-j MASQUERADE --random-fully/-j MISSING/")
 		only4, dual := view("only4", "10.96.1.1", "10.1.0.1"), view("dual", "10.96.1.2 fd00:96::12", "10.1.0.2 fd00::2")
 		for range attempts - 1 {
@@ -788,7 +788,7 @@ func TestOldFlavourIsRemovedLater(t *testing.T) {
 		t.Setenv("XTABLES_LOCKFILE", file)
 		ns := netnstest.New(t)
 		mustSync(t, start(t, ns, variant{flavourLegacy, false}), pass(everything()...))
-		b := start(t, ns, variant{flavourNFT, false}, func(o *Options) { o.LockWait = time.Second })
+		b := start(t, ns, variant{flavourNFT, false}, func(o *options) { o.LockWait = time.Second })
 		release := holdLock(t, file)
 		mustSync(t, b, pass(everything()...))
 		release()
@@ -927,7 +927,7 @@ func TestVerifyWhileOneFamilyFails(t *testing.T) {
 func TestVerifyWhileTheCountsOfOneFamilyFail(t *testing.T) {
 	ns := netnstest.New(t)
 	fails := false
-	b := start(t, ns, variant{flavourLegacy, true}, func(o *Options) {
+	b := start(t, ns, variant{flavourLegacy, true}, func(o *options) {
 		o.socket = func(domain, typ, protocol int) (int, error) {
 			if fails && domain == unix.AF_INET {
 				return 0, unix.EMFILE
@@ -1357,7 +1357,7 @@ func TestServiceThatFailsInOneFamily(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
 		p := newPrograms(t)
-		b := start(t, ns, v, p.use, func(o *Options) { o.NodeAddresses = addrs })
+		b := start(t, ns, v, p.use, func(o *options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(view("web", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1")))
 		p.edit("ip6tables-*-restore", "s/fd00::2/nonsense/")
 		var failed *sink.Failed
@@ -1379,7 +1379,7 @@ func TestServiceThatFailsInOneFamily(t *testing.T) {
 func TestLastClaimWins(t *testing.T) {
 	ns := netnstest.New(t)
 	addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
-	b := start(t, ns, variant{flavourNFT, true}, func(o *Options) { o.NodeAddresses = addrs })
+	b := start(t, ns, variant{flavourNFT, true}, func(o *options) { o.NodeAddresses = addrs })
 	check := func(name string) {
 		t.Helper()
 		text := saveAll(t, ns, flavourNFT)
@@ -1407,7 +1407,7 @@ func TestFailingServiceLosesItsAddress(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
 		p := newPrograms(t)
-		b := start(t, ns, v, p.use, func(o *Options) { o.NodeAddresses = addrs })
+		b := start(t, ns, v, p.use, func(o *options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(view("a", "10.96.0.1 10.97.0.1", "10.1.0.1")))
 		refuseAffinity(p)
 		var failed *sink.Failed
@@ -1533,7 +1533,7 @@ func TestCleanupKeepsTablesOfOthers(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.RunWith(t, "table ip nat {}\ntable ip6 filter { chain input { type filter hook input priority 0; policy accept; }; }\n", "nft", "-f", "-")
 	before := ns.Run(t, "nft", "list", "ruleset")
-	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD}})
+	b, err := newBackend(options{public: Options{Options: backends.Options{NetNS: ns.FD}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1552,7 +1552,7 @@ func (badConntrack) Start(context.Context) error { return errors.New("no connect
 // A driver does not stop a backend that did not start.
 func TestFailedStartLeavesNoGoroutine(t *testing.T) {
 	ns := netnstest.New(t)
-	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Conntrack: badConntrack{}}})
+	b, err := newBackend(options{public: Options{Options: backends.Options{NetNS: ns.FD, Conntrack: badConntrack{}}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1578,7 +1578,7 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 		src.SetNode(node)
 		src.Set(everything()...)
 		src.MarkSynced()
-		b := makeBackend(t, ns, v, func(o *Options) { o.LockWait = time.Second })
+		b := makeBackend(t, ns, v, func(o *options) { o.LockWait = time.Second })
 		results := make(chan sink.SyncResult, 10_000)
 		d := sink.NewDriver(src, &impatient{b}, sink.Options{
 			Observer: sink.Observer{

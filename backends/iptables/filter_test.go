@@ -38,7 +38,7 @@ func TestInvalidPacketsAreDropped(t *testing.T) {
 		for _, accept := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, AcceptInvalid %t", v, accept), func(t *testing.T) {
 				node, from, to := forwardingNode(t)
-				mustSync(t, start(t, node, v, func(o *Options) { o.AcceptInvalid = accept }), pass())
+				mustSync(t, start(t, node, v, func(o *options) { o.AcceptInvalid = accept }), pass())
 				for _, address := range []string{"10.2.1.2", "fd02:1::2"} {
 					if passed := backendtest.InvalidPacketPasses(t, from, to, address); passed != accept {
 						t.Errorf("an invalid packet to %s passes: %t", address, passed)

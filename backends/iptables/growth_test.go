@@ -294,7 +294,7 @@ func TestAddressWithManyPorts(t *testing.T) {
 			t.Error(err)
 		}
 		written := 0
-		again := start(t, ns, v, func(o *Options) {
+		again := start(t, ns, v, func(o *options) {
 			o.Observer = &backendtest.Observer{OnWrote: func(lines int, _ error) { written += lines }}
 		})
 		mustSync(t, again, pass(large, s.view(udp), none, small, kept))

@@ -97,13 +97,13 @@ func (p *faultyPrograms) disturb(tb testing.TB, random *rand.Rand) (calm func())
 
 func (p *faultyPrograms) subject(tb testing.TB, v variant) *sinktest.Subject {
 	ns := netnstest.New(tb)
-	opts := Options{
-		Flavour: v.flavour.String(), WithoutIPSet: v.withoutIPSet, lookPath: p.lookPath,
+	opts := options{lookPath: p.lookPath, public: Options{
+		Flavour: v.flavour.String(), WithoutIPSet: v.withoutIPSet,
 		Options: backends.Options{
 			NetNS: ns.FD, NodeAddresses: &backendtest.NodeAddresses{}, Sysctls: backends.IgnoreSysctls,
 			Conntrack: sink.Func(func(context.Context, *sink.Changes) error { return nil }),
 		},
-	}
+	}}
 	s := &historySink{}
 	return &sinktest.Subject{
 		Open: func() sink.Sink {

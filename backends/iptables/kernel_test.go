@@ -62,7 +62,7 @@ func widePorts(s *api.Service) {
 	s.Ports[0].Port, s.Ports[1].Port = 1, 65535
 }
 
-func insideAndOut(o *Options) {
+func insideAndOut(o *options) {
 	o.MasqueradeOutsiders, o.PodInterfaces = true, []string{"veth*", "cni0"}
 	o.ClusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8")}
 }
@@ -159,7 +159,7 @@ func TestRestartWritesNothing(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		mustSync(t, start(t, ns, v, insideAndOut), pass(append(everything(), wideServices()...)...))
 		var written int
-		b := start(t, ns, v, insideAndOut, func(o *Options) {
+		b := start(t, ns, v, insideAndOut, func(o *options) {
 			o.Observer = &backendtest.Observer{OnWrote: func(lines int, _ error) { written += lines }}
 		})
 		mustSync(t, b, pass(append(everything(), wideServices()...)...))
@@ -283,7 +283,7 @@ add KPNG-CLUSTERIPS4 255.255.255.255
 func TestChangeWritesOnlyItsService(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		written := 0
-		b := start(t, ns, v, func(o *Options) {
+		b := start(t, ns, v, func(o *options) {
 			o.Observer = &backendtest.Observer{OnWrote: func(lines int, _ error) { written += lines }}
 		})
 		mustSync(t, b, passOf(many(300))...)
@@ -368,7 +368,7 @@ func TestServiceDeletedDuringPass(t *testing.T) {
 func TestNodeAddressesAreFollowed(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
-		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
+		b := start(t, ns, v, func(o *options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(everything()...))
 		addrs.Set(netip.MustParseAddr("192.0.2.77"), netip.MustParseAddr("127.0.0.1"))
 		if err := b.updateAddresses(t.Context()); err != nil {

@@ -20,7 +20,7 @@ import (
 // TestLossIsFoundDuringAPause removes all rules or sets during the pause after a change by
 // another program. With the interval of Verify, the loss is found within two seconds.
 func TestLossIsFoundDuringAPause(t *testing.T) {
-	if b, _ := newBackend(Options{}); b.VerifyInterval() > time.Second {
+	if b, _ := newBackend(options{}); b.VerifyInterval() > time.Second {
 		t.Errorf("the interval of Verify is %v", b.VerifyInterval())
 	}
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {

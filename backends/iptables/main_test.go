@@ -111,13 +111,13 @@ func eachVariant(t *testing.T, f func(t *testing.T, ns *netnstest.Namespace, v v
 }
 
 // makeBackend makes a backend for a network namespace.
-func makeBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *backend {
+func makeBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*options)) *backend {
 	t.Helper()
-	opts := Options{
+	opts := options{public: Options{
 		Flavour: v.flavour.String(), WithoutIPSet: v.withoutIPSet,
 		Options: backends.Options{NetNS: ns.FD, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")),
 			Conntrack: sink.Func(func(context.Context, *sink.Changes) error { return nil }), Sysctls: backends.IgnoreSysctls},
-	}
+	}}
 	for _, f := range edit {
 		f(&opts)
 	}
@@ -129,7 +129,7 @@ func makeBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(
 }
 
 // start starts a backend in a network namespace.
-func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *backend {
+func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*options)) *backend {
 	t.Helper()
 	b := makeBackend(t, ns, v, edit...)
 	backendtest.TakeOver(&b.owner, ns.FD, " ", b.opts.Instance)

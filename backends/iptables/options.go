@@ -8,13 +8,11 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"os/exec"
 	"regexp"
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
-	"golang.org/x/sys/unix"
 )
 
 // Options are the settings of the dataplane. It supports all options of
@@ -56,7 +54,13 @@ type Options struct {
 	// address. The client then resets the connection. Default: false, which drops these
 	// packets, as kube-proxy does in mode iptables.
 	AcceptInvalid bool
+}
 
+type public = Options
+
+// options are the public options, and what only tests replace.
+type options struct {
+	public
 	// lookPath returns the path of a program, and socket makes a socket that counts rules of
 	// flavour legacy. Default: [exec.LookPath] and [unix.Socket].
 	lookPath func(name string) (string, error)
@@ -96,12 +100,6 @@ var instanceName = regexp.MustCompile(`^[A-Za-z0-9]{0,6}$`)
 // complete checks o and fills in the defaults.
 func (o *Options) complete() error {
 	o.LockWait = cmp.Or(o.LockWait, 5*time.Second)
-	if o.lookPath == nil {
-		o.lookPath = exec.LookPath
-	}
-	if o.socket == nil {
-		o.socket = unix.Socket
-	}
 
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces",
 		"AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer", "NetNS")}

@@ -91,7 +91,7 @@ func TestSourceRangesApplyToNodePorts(t *testing.T) {
 	eachVariant(t, func(t *testing.T, _ *netnstest.Namespace, v variant) {
 		node, from, to := forwardingNode(t)
 		netnstest.Listen(t, to.Do, ":8080", func(net.Conn) {})
-		b := start(t, node, v, func(o *Options) { o.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("10.2.0.1")) })
+		b := start(t, node, v, func(o *options) { o.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("10.2.0.1")) })
 		for source, admitted := range map[string]bool{"10.2.0.0/24": true, "192.0.2.0/24": false} {
 			mustSync(t, b, pass(view("ranges", "10.96.0.1", "10.2.1.2", nodePort, func(s *api.Service) {
 				s.SourceRanges = []api.SourceRanges{{Prefixes: []netip.Prefix{netip.MustParsePrefix(source)}, NodePorts: true}}
@@ -108,7 +108,7 @@ func TestConnectionsToLostEndpointsAreReset(t *testing.T) {
 		for _, resets := range []bool{true, false} {
 			node, from, to := forwardingNode(t)
 			netnstest.Listen(t, to.Do, ":8080", func(c net.Conn) { io.Copy(c, c) })
-			b := start(t, node, v, func(o *Options) { o.Conntrack = nil })
+			b := start(t, node, v, func(o *options) { o.Conntrack = nil })
 			set := func(s *api.Service) { s.ResetConnections = resets }
 			mustSync(t, b, pass(view("web", "10.96.0.1", "10.2.1.2", set)))
 			var c net.Conn

@@ -302,7 +302,7 @@ func TestOptionsAreChecked(t *testing.T) {
 		"less than a second":    {LockWait: 1},
 		"masquerading outsiders needs CIDRs or interfaces of pods": {Options: backends.Options{MasqueradeOutsiders: true}},
 	} {
-		_, err := newBackend(opts)
+		_, err := newBackend(options{public: opts})
 		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
 			t.Errorf("options %+v: error %v, want %q", opts, err, want)
 		}

@@ -57,7 +57,7 @@ func programName(flavour flavour, family api.Family, action string) string {
 
 // findProgram returns the path of a program. The error names the Debian package that
 // contains the program.
-func (o *Options) findProgram(name, debianPackage string) (string, error) {
+func (o *options) findProgram(name, debianPackage string) (string, error) {
 	path, err := o.lookPath(name)
 	if err != nil {
 		return "", fmt.Errorf("find program %s (Debian: apt-get install %s): %w", name, debianPackage, err)
@@ -66,7 +66,7 @@ func (o *Options) findProgram(name, debianPackage string) (string, error) {
 }
 
 // newRunner finds the programs of a flavour for a family.
-func newRunner(opts *Options, flavour flavour, family api.Family, ipset string) (*runner, error) {
+func newRunner(opts *options, flavour flavour, family api.Family, ipset string) (*runner, error) {
 	restore, err := opts.findProgram(programName(flavour, family, "restore"), "iptables")
 	if err != nil {
 		return nil, err
@@ -201,7 +201,7 @@ func (r *runner) command(ctx context.Context, input, program string, args ...str
 }
 
 // detectFlavour returns the flavour that [flavourDetected] selects.
-func detectFlavour(ctx context.Context, opts *Options) (flavour, error) {
+func detectFlavour(ctx context.Context, opts *options) (flavour, error) {
 	hints := regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
 	rules := map[flavour]int{}
 	var found []flavour

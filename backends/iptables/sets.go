@@ -27,7 +27,7 @@ var errNoSets = errors.New("sets cannot be used")
 
 // findIPSet returns the path of the program ipset. Its error wraps [errNoSets] if ipset
 // is not installed, or if ipset cannot list sets, usually because the kernel lacks ip_set.
-func findIPSet(ctx context.Context, opts *Options) (string, error) {
+func findIPSet(ctx context.Context, opts *options) (string, error) {
 	path, err := opts.findProgram("ipset", "ipset")
 	if errors.Is(err, exec.ErrNotFound) {
 		return "", fmt.Errorf("%w: %w", errNoSets, err)

@@ -22,7 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func withStats(o *Options) { o.Stats = true }
+func withStats(o *options) { o.Stats = true }
 
 // statsOf returns the connections of each service port and endpoint.
 func statsOf(t testing.TB, b *backend) map[backends.Stats]int64 {
@@ -78,7 +78,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 			view("all-ports", "", some, allPorts, external),
 		}
 		restart := func() *backend {
-			b := start(t, node, v, withStats, func(o *Options) { o.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("10.2.0.1")) })
+			b := start(t, node, v, withStats, func(o *options) { o.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("10.2.0.1")) })
 			mustSync(t, b, pass(views...))
 			return b
 		}
@@ -230,7 +230,7 @@ func BenchmarkStats(b *testing.B) {
 			var spaces [2]*netnstest.Namespace
 			for i := range spaces {
 				spaces[i] = netnstest.New(b)
-				be := start(b, spaces[i], v, func(o *Options) { o.Stats = i == 1 })
+				be := start(b, spaces[i], v, func(o *options) { o.Stats = i == 1 })
 				mustSync(b, be, passOf(views)...)
 				spaces[i].Add(b, "lo", "10.0.0.1/8")
 				netnstest.Listen(b, spaces[i].Do, ":8080", func(c net.Conn) { c.Close() })

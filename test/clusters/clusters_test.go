@@ -157,11 +157,12 @@ func answer(c net.Conn) (string, error) {
 	return string(buffer[:n]), err
 }
 
-// await waits until the service is answered by the named pod.
+// await waits until the service is answered by the named pod. A program waits up to a
+// minute between two requests to an API server that does not answer.
 func (w *world) await(want string) time.Duration {
 	w.t.Helper()
 	began, got := time.Now(), ""
-	for time.Since(began) < time.Minute {
+	for time.Since(began) < 3*time.Minute {
 		if got = w.ask(); got == want {
 			return time.Since(began)
 		}

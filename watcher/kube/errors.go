@@ -15,6 +15,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	watchapi "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/klog/v2"
 )
 
@@ -92,20 +93,57 @@ func isAbsent(resource schema.GroupResource, err error) bool {
 // staleAfter is the default of Options.StaleAfter.
 const staleAfter = 3 * time.Minute
 
+// outage is the time since a request for a resource failed, or since its watch ended.
+type outage struct {
+	timer *time.Timer
+	long  bool // Options.StaleAfter has passed
+}
+
 // outcome records whether a request for a resource succeeded, and updates the stale flag.
+// The end of a watch counts as a failure until the next request succeeds. The flag does not
+// wait for the next request, because a reflector waits up to a minute before it.
 func (w *watch) outcome(resource string, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if ok {
-		delete(w.failedSince, resource)
-	} else if _, failed := w.failedSince[resource]; !failed {
-		w.failedSince[resource] = time.Now()
+	o := w.outages[resource]
+	switch {
+	case ok && o != nil:
+		o.timer.Stop()
+		delete(w.outages, resource)
+		w.updateStale()
+	case !ok && o == nil:
+		o = &outage{}
+		o.timer = time.AfterFunc(cmp.Or(w.opts.StaleAfter, staleAfter), func() {
+			w.whileRunning(func() {
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				o.long = true
+				w.updateStale()
+			})
+		})
+		w.outages[resource] = o
 	}
+}
+
+// updateStale sets the state's stale flag. The caller holds w.mu.
+func (w *watch) updateStale() {
 	stale := false
-	for _, since := range w.failedSince {
-		stale = stale || time.Since(since) >= cmp.Or(w.opts.StaleAfter, staleAfter)
+	for _, o := range w.outages {
+		stale = stale || o.long
 	}
 	w.state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
+}
+
+// reportedWatch is a watch that reports its end. Reflectors stop each watch that ended.
+type reportedWatch struct {
+	watchapi.Interface
+	ended func()
+}
+
+// Stop implements watch.Interface.
+func (w reportedWatch) Stop() {
+	w.Interface.Stop()
+	w.ended()
 }
 
 // isExpired reports whether the requested resource version is too old or too new for the

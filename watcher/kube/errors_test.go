@@ -11,13 +11,13 @@ import (
 )
 
 // TestLongOutageMakesStateStale reports results of requests, one per minute, and checks
-// after each whether the state is stale.
+// half a minute after each whether the state is stale.
 func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string
 		after    time.Duration
-		outcomes string // one letter per request: s for services, n for nodes; a capital letter if the request succeeds
-		want     string // one letter per request: T if the state is stale after the request, else F
+		outcomes string // one letter per request: s for services, n for nodes, . for none; a capital letter if the request succeeds
+		want     string // one letter per request: T if the state is stale half a minute later, else F
 	}{
 		{"a long outage", 0, "sssss", "FFFTT"},
 		{"a long outage, and recovery", 0, "ssssS", "FFFTF"},
@@ -25,16 +25,22 @@ func TestLongOutageMakesStateStale(t *testing.T) {
 		{"an outage of one of two resources", 0, "sNsNsNsNS", "FFFTTTTTF"},
 		{"an outage of the other resource", 0, "NNnnnnNN", "FFFFFTFF"},
 		{"a state that is stale earlier", time.Minute, "sss", "FTT"},
+		{"an outage without a second request", 0, "s....S", "FFFTTF"},
+		{"a request just in time", 0, "s.S....", "FFFFFFF"},
+		{"outages of both resources", time.Minute, "sn.S.N.", "FTTTTFF"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				w := &watch{opts: Options{StaleAfter: test.after}, state: cluster.New(cluster.Options{}), failedSince: map[string]time.Time{}}
+				w := &watch{opts: Options{StaleAfter: test.after}, state: cluster.New(cluster.Options{}), outages: map[string]*outage{}}
 				got := ""
 				for _, o := range test.outcomes {
 					resource := map[rune]string{'s': services, 'S': services, 'n': nodes, 'N': nodes}[o]
-					w.outcome(resource, o == 'S' || o == 'N')
+					if o != '.' {
+						w.outcome(resource, o == 'S' || o == 'N')
+					}
+					time.Sleep(30 * time.Second)
 					got += map[bool]string{true: "T", false: "F"}[w.state.Snapshot().Stale]
-					time.Sleep(time.Minute)
+					time.Sleep(30 * time.Second)
 				}
 				if got != test.want {
 					t.Errorf("got %s, want %s", got, test.want)
@@ -42,4 +48,16 @@ func TestLongOutageMakesStateStale(t *testing.T) {
 			})
 		})
 	}
+}
+
+func TestEndedWatchLeavesStaleFlag(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWatch(t.Context(), cluster.New(cluster.Options{}), Options{})
+		w.outcome(services, false)
+		w.close()
+		time.Sleep(time.Hour)
+		if w.state.Snapshot().Stale {
+			t.Error("the state became stale after the end of Watch")
+		}
+	})
 }

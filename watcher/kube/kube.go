@@ -73,8 +73,9 @@ type Options struct {
 	// of retrying. It has no effect with Informers, which handle errors themselves.
 	FailFast bool
 
-	// StaleAfter is how long all requests for a kind of objects fail until the state is stale
-	// (see cluster.Tx.SetStale). Default: 3 minutes.
+	// StaleAfter is the time after which the state is stale (see cluster.Tx.SetStale). It
+	// begins when the watch for a kind of objects ends, and lasts until a request for this
+	// kind succeeds. Default: 3 minutes.
 	StaleAfter time.Duration
 }
 
@@ -125,7 +126,7 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 }
 
 func newWatch(ctx context.Context, state *cluster.State, opts Options) *watch {
-	return &watch{opts: opts, state: state, logger: klog.FromContext(ctx), failedSince: map[string]time.Time{}}
+	return &watch{opts: opts, state: state, logger: klog.FromContext(ctx), outages: map[string]*outage{}}
 }
 
 // close waits for the goroutines of the watch, whose context has ended.
@@ -134,6 +135,9 @@ func (w *watch) close() {
 	w.decoding.Lock()
 	defer w.decoding.Unlock()
 	w.ended = true
+	for _, o := range w.outages {
+		o.timer.Stop()
+	}
 }
 
 // whileRunning calls f unless Watch has ended. Watch does not return while f runs.
@@ -163,9 +167,8 @@ type watch struct {
 	mu sync.Mutex
 	// unlisted contains the resources that have not been listed yet.
 	unlisted map[string]bool
-	// failedSince contains each resource whose last request failed. The value is the time of
-	// the first failure after the last success.
-	failedSince map[string]time.Time
+	// outages contains each resource whose last request failed, or whose watch ended.
+	outages map[string]*outage
 }
 
 // The API's names of the resources.

@@ -412,6 +412,28 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 	}
 }
 
+// TestStateIsStaleBeforeNextRequest has two outages. During the second one, the reflectors
+// wait longer than StaleAfter between two requests.
+func TestStateIsStaleBeforeNextRequest(t *testing.T) {
+	inWorld(t, Options{StaleAfter: 5 * time.Second}, func(w *world) {
+		w.start()
+		w.Unplug(true)
+		w.advance(10 * time.Minute)
+		w.Unplug(false)
+		w.advance(70 * time.Second)
+		if w.state.Snapshot().Stale {
+			t.Error("the state is stale although the server is back")
+		}
+		w.Unplug(true)
+		for _, want := range []bool{false, true} {
+			w.advance(4 * time.Second)
+			if stale := w.state.Snapshot().Stale; stale != want {
+				t.Errorf("stale %t, want %t", stale, want)
+			}
+		}
+	})
+}
+
 func TestUnusableObjectsAreOmitted(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		orphan := slice("web", "orphan", "10.0.0.1")

@@ -37,7 +37,7 @@ type source struct {
 	// latest makes the next list return the server's latest state. If latest is false,
 	// the server may return a cached state that is older than earlier events.
 	latest atomic.Bool
-	// resumed is true if a watch has begun since the last list.
+	// resumed is true if a watch was requested since the last list.
 	resumed bool
 	// stopCheck ends the check that belongs to the last watch. It may be nil.
 	stopCheck func()
@@ -115,14 +115,21 @@ func (src *source) listWatch(r *reporter, store objectStore) listwatch.Plain {
 			if src.again(ctx, &options, err) {
 				watch, err = src.request(&options).Watch(ctx)
 			}
-			err = r.request(ctx, "watch", err)
-			if err == nil && src.resumed {
+			resumed := src.resumed
+			src.resumed = true
+			if err = r.request(ctx, "watch", err); err != nil {
+				return nil, err
+			}
+			if resumed {
 				checking, stop := context.WithCancel(ctx)
 				src.stopCheck = stop
 				r.running.Go(func() { src.check(checking, r, options.ResourceVersion, watch) })
 			}
-			src.resumed = true
-			return watch, err
+			return reportedWatch{watch, func() {
+				if ctx.Err() == nil {
+					r.outcome(src.resource.Resource, false)
+				}
+			}}, nil
 		},
 	)
 }

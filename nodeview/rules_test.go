@@ -526,7 +526,7 @@ var rules = []struct {
 			"cluster.TestTooLargeServiceKeepsItsLastAcceptedVersion/a service that becomes small enough is served",
 			"cluster.TestRefusedAndAcceptedServicesAgree",
 		}},
-		{"Refusing a service costs neither time nor memory", "internal/elements.OfState", []string{
+		{"kpng refuses a service before it computes addresses", "internal/elements.OfState", []string{
 			"cluster.TestRefusingCostsNothing",
 		}},
 		{"A client of a server also refuses a", "remote.entry.limit", []string{

@@ -301,7 +301,7 @@ func TestTestsInDocsExist(t *testing.T) {
 			}
 		}
 	}
-	if commands < 20 {
+	if commands < 15 {
 		t.Errorf("found only %d commands", commands)
 	}
 }

@@ -15,13 +15,14 @@ import (
 )
 
 // skeleton contains the first commands of every script. Flushing a table removes its
-// rules and keeps its chains. Packets that must be masqueraded carry the mark 0x8000.
+// rules and keeps its chains. Packets that must be masqueraded carry the mark 0x2000,
+// because kube-proxy uses 0x4000, and old kubelets drop packets with 0x8000.
 const skeleton = `add table inet %[1]s
 add chain inet %[1]s prerouting { type nat hook prerouting priority -100; }
 add chain inet %[1]s output { type nat hook output priority -100; }
 add chain inet %[1]s postrouting { type nat hook postrouting priority 100; }
 flush table inet %[1]s
-add rule inet %[1]s postrouting meta mark and 0x8000 != 0 meta mark set meta mark xor 0x8000 masquerade
+add rule inet %[1]s postrouting meta mark and 0x2000 != 0 meta mark set meta mark xor 0x2000 masquerade
 `
 
 // script is a list of nft commands for one table.
@@ -114,7 +115,7 @@ func (s *script) traffic(chain, match string, t nodeview.Traffic, masquerade boo
 	case nodeview.Forward:
 		mark := ""
 		if masquerade {
-			mark = "meta mark set meta mark or 0x8000"
+			mark = "meta mark set meta mark or 0x2000"
 		}
 		for i, endpoint := range t.Endpoints {
 			// The last rule matches all packets that reach it. The rule before it matches

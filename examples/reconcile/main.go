@@ -58,8 +58,8 @@ func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
 }
 
 // masquerade marks a packet. The chain postrouting of table.nft replaces the source address of
-// such packets.
-const masquerade = "meta mark set meta mark | 0x8000"
+// such packets. kube-proxy uses the bit 0x4000, and old kubelets drop packets with 0x8000.
+const masquerade = "meta mark set meta mark | 0x2000"
 
 // traffic returns the rules for the traffic to a frontend that match selects.
 func traffic(match, ip string, t nodeview.Traffic, masqueradeAll bool) string {

@@ -85,6 +85,36 @@ func promQL(expr string) string {
 	return strings.NewReplacer("$__rate_interval", "5m", "$job", "kpng", "$instance", ".+").Replace(expr)
 }
 
+// referenceMetrics returns the metrics of docs/reference/metrics.md whose names match. A
+// test of cmd/kpng compares this page with the code.
+func referenceMetrics(t *testing.T, pattern string) []string {
+	t.Helper()
+	page, err := os.ReadFile("../../docs/reference/metrics.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := regexp.MustCompile(pattern).FindAllString(string(page), -1)
+	if len(names) == 0 {
+		t.Fatalf("no metric matches %s", pattern)
+	}
+	return names
+}
+
+// TestDriftAlertCoversAllBackends checks that KpngDrift uses the metric of each backend that
+// counts drift.
+func TestDriftAlertCoversAllBackends(t *testing.T) {
+	names := referenceMetrics(t, `kpng_\w+_drift_found_total`)
+	i := slices.IndexFunc(alerts(t), func(r rule) bool { return r.Alert == "KpngDrift" })
+	if i < 0 {
+		t.Fatal("no alert KpngDrift")
+	}
+	for _, name := range names {
+		if expr := alerts(t)[i].Expr; !strings.Contains(expr, name) {
+			t.Errorf("KpngDrift does not use %s: %s", name, expr)
+		}
+	}
+}
+
 // TestAlertsFire runs the unit tests of the alert rules.
 func TestAlertsFire(t *testing.T) {
 	promtool(t, "test", "rules", monitoring+"/alerts_test.yaml")
@@ -282,7 +312,8 @@ func TestDashboardIsWellFormed(t *testing.T) {
 
 // TestKpngExposesMetricsOfAlertsAndDashboard runs kpng as a server and with each backend
 // that has metrics of its own and runs here. Each series that the alerts, their tests and
-// the dashboard select must exist in one of these programs, with all labels.
+// the dashboard select must exist in one of these programs, with all labels. The backends
+// ipvs and ovs need a kernel module or a switch, so their metrics are from the reference.
 func TestKpngExposesMetricsOfAlertsAndDashboard(t *testing.T) {
 	kpng := gotool.BuildOwn(t, "./cmd/kpng")
 	files := t.TempDir()
@@ -303,6 +334,9 @@ func TestKpngExposesMetricsOfAlertsAndDashboard(t *testing.T) {
 	}
 	if t.Failed() {
 		return
+	}
+	for _, name := range referenceMetrics(t, `kpng_(?:ipvs|ovs)_\w+`) {
+		series = append(series, map[string]string{"__name__": name})
 	}
 
 	check := func(where, expr, template string) {

@@ -13,9 +13,9 @@
 //
 // The proxy follows the addresses of the node, deletes the connection-tracking entries
 // that keep clients away from the present endpoints, and serves health-check node
-// ports. Without a service-proxy name, it replaces kube-proxy, and sets the kernel
-// settings that kube-proxy sets. With a service-proxy name, it runs beside kube-proxy,
-// and only logs wrong settings.
+// ports. Without a service-proxy name, it replaces kube-proxy: it sets the kernel settings
+// that kube-proxy sets, and IP forwarding. With a service-proxy name, it runs beside
+// kube-proxy, and only logs wrong settings.
 //
 // A dataplane is a backend of kpng, a sink that contains backends (see [sink.As]), or any
 // other sink. The proxy completes the options of backends: it sets NodeAddresses, Conntrack,

@@ -222,7 +222,7 @@ func TestReaderThatIsLate(t *testing.T) {
 }
 
 // TestMergeReportsNewReasonsOnly has a merged state that refuses a service for two
-// reasons: its own, and that of another state.
+// reasons: one of its own, and one from another state.
 func TestMergeReportsNewReasonsOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var reports []string

@@ -40,8 +40,8 @@ const maxEndpoints = 1 << 16
 
 // Endpoint is an endpoint of a table.
 type Endpoint struct {
-	// Key identifies the endpoint in all processes, such as "10.1.0.1:80". The keys of the
-	// endpoints of a table differ.
+	// Key identifies the endpoint in all processes, such as "10.1.0.1:80". Keys are unique
+	// within a table.
 	Key string
 	// Weight is the share of the endpoint in the table, relative to the weights of the other
 	// endpoints. An endpoint with weight 0 has no entry.

@@ -12,8 +12,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// nodeMetrics are the metrics of the parts of a node. Only those of parts with an observer
-// are exported.
+// nodeMetrics are the metrics of the parts of a node. A metric is exported only if its
+// part has an observer.
 type nodeMetrics struct {
 	backends     map[string]*backendMetrics
 	conntrack    *conntrackMetrics

@@ -19,10 +19,9 @@ import (
 
 var modelDepth = flag.Int("model-depth", 3, "the `number` of actions after which TestModel ends")
 
-// TestModel explores what can happen between a server, a relay that follows it, and a client
-// that follows one of them: all sequences of actions up to a length. It calls the code of
-// this package for servers and clients, without a network. It explores a state only once,
-// even if several paths lead to it.
+// TestModel explores all sequences of actions up to a length. The actors are a server, a
+// relay, and a client of either. It calls the code of this package for servers and clients,
+// without a network. It explores a state only once, even if several paths lead to it.
 //
 // After each action, it checks what docs/reference/wire.md promises; see model.receive.
 func TestModel(t *testing.T) {

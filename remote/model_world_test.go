@@ -51,7 +51,7 @@ type modelServer struct {
 	state  *cluster.State
 	server *Server
 	waited bool // deletions may be forgotten at the next change
-	// log has the names of changed services, and "node", by revision.
+	// log maps a revision to the names of the changed services, or to "node".
 	log []modelChange
 	// forgotten is the revision up to which deletions may be forgotten.
 	forgotten uint64

@@ -56,11 +56,12 @@ var (
 	_ backends.Counter   = (*backend)(nil)
 )
 
-// New returns a dataplane, which is also a [backends.Inspector] and a [backends.Counter]. The argument proxy is
-// another sink, such as that of package nftables. This sink must program all services for all
-// traffic. It must not masquerade all connections, because connections through eBPF keep the
-// address of the client. The dataplane starts, stops and cleans up the other sink. New does
-// not access the kernel. It returns an error if opts are invalid.
+// New returns a dataplane, which is also a [backends.Inspector] and a [backends.Counter].
+// The argument proxy is another sink, such as a dataplane of nftables. This sink must
+// program all services for all traffic. It must not masquerade all connections, because
+// connections through eBPF keep the address of the client. The dataplane starts, stops
+// and cleans up the other sink. New does not access the kernel. It returns an error if
+// opts are invalid.
 //
 // Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. An error of eBPF does not fail Sync: the
 // other sink then handles all connections until a later pass has ended.
@@ -80,7 +81,7 @@ var (
 // service. At recvmsg and getpeername, a service replaces an endpoint.
 //
 // The map left counts the connections and datagrams that the programs left to the other
-// sink, although the maps have their frontend. The keys of left are the reasons:
+// sink, although the maps have their frontend. Its keys are the reasons:
 //
 //   - abandoned: the process has not run for ten minutes, or an error paused the programs.
 //   - no_endpoint: only existing UDP sockets may use the endpoints.

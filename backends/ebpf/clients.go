@@ -10,8 +10,8 @@ import "context"
 type ipKey [16]byte
 
 // clientTables are the maps of the clients of services with session affinity. The programs
-// write clients, and count those of each cluster IP in counts. If a cluster IP has too many
-// clients, the programs leave its new clients to the other sink.
+// write the map clients, and count the clients of each cluster IP in the map counts. If a
+// cluster IP has too many clients, the programs leave its new clients to the other sink.
 type clientTables struct {
 	clients table[clientKey, choice]
 	counts  table[ipKey, uint64]

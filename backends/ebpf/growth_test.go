@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// large returns the view of a service with this number of ports, of addresses of each of
-// two kinds, and of endpoints. Every second port is a UDP port.
+// large returns the view of a service with these numbers of ports, external IPs and
+// endpoints. Every second port is a UDP port.
 func large(name string, ports, externalIPs, endpoints int, edits ...func(*api.Service)) *api.View {
 	var addrs []string
 	for i := range endpoints {

@@ -90,8 +90,8 @@ func (b *backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 	return nil
 }
 
-// endpointsOf returns a line for each slot of the frontend at an address and port, and the
-// key of the frontend, which may be a node port.
+// endpointsOf returns the key of the frontend at an address and port, and a line for each
+// of its slots. The key may be the key of a node port.
 func (b *backend) endpointsOf(at frontendKey) (key frontendKey, lines []string, err error) {
 	frontends, err := b.openMap("frontends")
 	if errors.Is(err, fs.ErrNotExist) {

@@ -621,7 +621,8 @@ func testTimeNamespace(t *testing.T) {
 	})
 }
 
-// Some kernels refuse a packet without a payload, which this machine's kernel may accept.
+// Some kernels refuse a packet without a payload; the kernel of this machine may accept
+// it.
 func TestThePacketOfTheHeartbeatHasAPayload(t *testing.T) {
 	const header = 14 // bytes of Ethernet
 	if len(beatPacket) <= header {
@@ -1344,7 +1345,7 @@ func testFailedStart(t *testing.T) {
 	if err := b.Start(t.Context()); err == nil {
 		t.Fatal("the start succeeded")
 	}
-	// The maps are still those of the attached programs.
+	// The attached programs still use these maps.
 	if err := link.RawDetachProgram(link.RawDetachProgramOptions{Target: attached.Target, Program: attached.Program, Attach: attached.Attach}); err != nil {
 		t.Fatal(err)
 	}

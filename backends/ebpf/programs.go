@@ -464,8 +464,7 @@ func netNSCookie() (uint64, error) {
 }
 
 // attach attaches the programs to the cgroup. An existing link gets the new program in one
-// step. Then attach pins new maps, so that the pinned maps are always those of attached
-// programs.
+// step. Then attach pins new maps, so that attached programs always use the pinned maps.
 func (p *programs) attach(o *Options, cgroup string) error {
 	id, err := cgroupID(cgroup)
 	if err != nil {

@@ -64,7 +64,7 @@ func slotsOf(targets []nodeview.Target) slots {
 	return s
 }
 
-// all yields the slots by index.
+// all yields each index and its slot.
 func (s *slots) all() iter.Seq2[uint32, address] {
 	return func(yield func(uint32, address) bool) {
 		for i, a := range s.endpoints {

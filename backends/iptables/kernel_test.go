@@ -32,8 +32,8 @@ func everything() []*api.View {
 	}
 }
 
-// wideServices returns services with many ports and endpoints. With those of
-// everything, they need every kind of rule of large services.
+// wideServices returns services with many ports and endpoints. Together with the services
+// of everything(), they need every kind of rule of large services.
 func wideServices() []*api.View {
 	return []*api.View{
 		view("wide", "10.96.0.7 fd00:96::7", wideEndpoints(), affinity),

@@ -279,8 +279,8 @@ func (d *dataplane) forget(o *op) []element {
 }
 
 // depart reports whether a virtual server that no service needs has connections. If so, the
-// virtual server gets no new connections, and removeIdle deletes it later. The UDP flows of a
-// deleted service end, but those of a service that moves to another dataplane continue.
+// virtual server gets no new connections, and removeIdle deletes it later. UDP flows end if
+// their service is deleted. They continue if the service moves to another dataplane.
 func (d *dataplane) depart(id serverID, service types.NamespacedName) (bool, error) {
 	if !d.exists(id) || id.protocol == api.UDP && !d.unsuitable[service] {
 		return false, nil

@@ -389,7 +389,7 @@ func (d *dataplane) follow(next planner) bool {
 		}
 	}
 	if slices.ContainsFunc(next.machineAddrs, p.isOtherNode) {
-		return false // plans may have omitted this address as that of another node
+		return false // plans may have omitted this address because another node had it
 	}
 	p.machineAddrs = next.machineAddrs
 	return true
@@ -398,7 +398,7 @@ func (d *dataplane) follow(next planner) bool {
 // endOfPass stands for the end of a pass in dataplane.awaited.
 var endOfPass types.NamespacedName
 
-// sync programs the changes c. Its errors are those of Sync in [sink.Sink].
+// sync programs the changes c. It returns the same errors as Sync of [sink.Sink].
 func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		if err := d.begin(ctx); err != nil {

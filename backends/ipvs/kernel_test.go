@@ -506,7 +506,7 @@ func testOwnClusterIPs(t *testing.T) {
 	backendtest.RefusedAtOwnClusterIPs(t, n.ns, &api.Node{Name: "node"}, func(v *api.View) { n.mustPass(v) })
 }
 
-// testOtherNATChain adds the nat chains of another program before those of the backend.
+// testOtherNATChain adds nat chains of another program before the backend's nat chains.
 // They translate packets that the backend filters.
 func testOtherNATChain(t *testing.T) {
 	n := newNode(t)
@@ -609,8 +609,8 @@ type incompleteServers struct{ virtualServers }
 
 func (incompleteServers) list() (map[serverID]*server, error) { return map[serverID]*server{}, nil }
 
-// testAddressOfNodePort checks a service whose external IP and port are those of a node
-// port of another service.
+// testAddressOfNodePort checks a service whose external IP and port are also a node port
+// of another service.
 func testAddressOfNodePort(t *testing.T) {
 	n := newNode(t)
 	web := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 })

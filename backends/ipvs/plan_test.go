@@ -59,7 +59,7 @@ func describe(p *plan) (lines []string) {
 	return slices.Compact(lines)
 }
 
-// testList returns the number of the list of source ranges of a frontend.
+// testList returns the number of a frontend's source-range list.
 func testList(*nodeview.Frontend) uint32 { return 5 }
 
 func TestPlan(t *testing.T) {

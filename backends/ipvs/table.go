@@ -164,8 +164,8 @@ func in(kind setKind, family api.Family) nft.Rule { return nft.InSet(setID{kind,
 // errChanged means that another program or another version of kpng has changed the table.
 var errChanged = errors.New("the chains are not as this version makes them")
 
-// read returns all elements of the table. If the sets or chains differ from those of this
-// version, or if an element has the wrong size, read returns the valid elements and
+// read returns all elements of the table. If this version would make other sets or
+// chains, or if an element has the wrong size, read returns the valid elements and
 // errChanged. It stops when ctx ends.
 func (t *table) read(ctx context.Context) (map[element]bool, error) {
 	all := map[element]bool{}
@@ -245,9 +245,10 @@ func (t *table) hasRules() (has bool, err error) {
 }
 
 // create replaces the table by a new table with these elements. If the elements need
-// several transactions, those of the set frontends are last. Between the transactions, the
-// table may refuse connections to addresses that the instance makes local, and to frontends
-// with source ranges. But it never accepts connections that it must refuse.
+// several transactions, the elements of the set frontends are last. Between the
+// transactions, the table may refuse connections to addresses that the instance makes
+// local, and to frontends with source ranges. But it never accepts connections that it must
+// refuse.
 func (t *table) create(elements map[element]bool) error {
 	t.ranges = sourcelists.Counts{}
 	all := slices.SortedFunc(maps.Keys(elements), func(a, b element) int {

@@ -84,7 +84,7 @@ func timeoutOf(bits uint32) time.Duration {
 func (c class) affinityRules(seed uint32) []nft.Rule {
 	isEndpoint := loadPriority(endpointMask) + nft.NotEqual(nft.Native(0)...)
 	clients := func(operation uint32, timeout time.Duration) nft.Rule {
-		const value = 2 // the register after those of the key
+		const value = 2 // the register after the key's registers
 		return clientKey(c.family, seed).Meta(unix.NFT_META_PRIORITY).Then(nft.Dynset(clientsMap(c.family).Name, operation, value, timeout))
 	}
 	remember := clients(unix.NFT_DYNSET_OP_UPDATE, timeoutOf(uint32(c.timeout))) // keeps the number of a known client

@@ -105,9 +105,9 @@ func BenchmarkChange(b *testing.B) {
 	}
 }
 
-// BenchmarkNewClass changes the timeout of session affinity of one of n services. No
-// service had the new timeout before, so a class with a chain is needed. For a new chain,
-// the kernel validates all verdicts of the table.
+// BenchmarkNewClass changes the affinity timeout of one of n services. No service had the
+// new timeout before, so a class with a chain is needed. For a new chain, the kernel
+// validates all verdicts of the table.
 func BenchmarkNewClass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {

@@ -96,7 +96,8 @@ func hashSeed(rule []byte) uint32 {
 
 // foreignCommits returns a number that changes when another program changes any table in
 // the network namespace. Transactions of this connection do not change this number. The
-// result is the kernel's count of all transactions minus those of this connection.
+// result is the kernel's count of all transactions, without the transactions of this
+// connection.
 func (c *conn) foreignCommits(ctx context.Context) (int64, error) {
 	generation, err := c.Generation(ctx)
 	if err != nil {

@@ -186,8 +186,8 @@ func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
 }
 
 // TestTheNodeIsRefusedAtItsOwnClusterIPs checks cluster IPs that are also addresses of the
-// node, such as those of a node-local DNS cache. The source of the node's connections is
-// then the cluster IP, too.
+// node, as with a node-local DNS cache. The source of the node's connections is then the
+// cluster IP, too.
 func TestTheNodeIsRefusedAtItsOwnClusterIPs(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})

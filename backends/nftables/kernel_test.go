@@ -255,8 +255,8 @@ func TestRandomSequenceOfChanges(t *testing.T) {
 	}
 }
 
-// chainNames returns the names of the chains in the table, except those of classes that no
-// list uses. Verify keeps some of these chains.
+// chainNames returns the names of the chains in the table, except the chains of unused
+// classes. Verify keeps some of these chains.
 func chainNames(t testing.TB, b *backend) []string {
 	t.Helper()
 	b.mu.Lock()

@@ -104,10 +104,10 @@ func (l *list) record(slot int) record {
 	return record(l.slots[slot*n : (slot+1)*n])
 }
 
-// arrange sets the slots of l and the size of its class, so that l has the endpoints
-// targets. Endpoints of before keep their numbers and, if possible, their slots. The slots
-// of removed endpoints get first the endpoints whose own slots are removed, and then new
-// endpoints.
+// arrange sets the slots of l and the size of its class, so that l has the endpoints in
+// targets. Endpoints that are also in the list before keep their numbers and, if possible,
+// their slots. The slots of removed endpoints get first the endpoints whose own slots are
+// removed, and then new endpoints.
 func (l *list) arrange(before *list, targets []nodeview.Target) {
 	l.arrangeRecords(before, targets)
 	if isNumbered(l.number) {

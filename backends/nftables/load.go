@@ -148,7 +148,7 @@ func (t *table) load(ctx context.Context, present listing, chains nft.Chains, fi
 		t.skeleton[c.Name] = c.Digest()
 	}
 	if present.fits() && t.opts.FollowServiceCIDRs != nil && t.serviceCIDRs == nil {
-		// The CIDRs are not known yet. Keep those of the process that ran before.
+		// The CIDRs are not known yet. Keep the chains of the previous process.
 		if d, ok := present.Chains[serviceCIDRsChain]; ok {
 			t.skeleton[serviceCIDRsChain] = d
 		}

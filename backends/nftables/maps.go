@@ -24,8 +24,8 @@ const (
 	kindFrontends mapKind = iota
 	// kindRestricted maps a frontend with source ranges to the number of its list of ranges.
 	kindRestricted
-	// kindSources is the set of the ranges of all lists of ranges, see package sourcelists. The
-	// elements belong to no service.
+	// kindSources is the set that has the ranges of all source lists, see package sourcelists.
+	// The elements belong to no service.
 	kindSources
 	// kindLists maps the number of a list to the number of a class.
 	kindLists

@@ -112,7 +112,7 @@ func (t *table) newPass(foreignCommits int64) *pass {
 	}
 }
 
-// The method read reads all maps, except those of endpoints if there are many.
+// The method read reads all maps. If there are many endpoints, it omits their maps.
 func (ps *pass) read(ctx context.Context, c *conn) error {
 	endpoints := 0
 	for _, m := range allMaps() {

@@ -179,11 +179,11 @@ func (o *outline) sameUse(other *outline) bool {
 	})
 }
 
-// plan emits the elements that view needs, except those of its lists. If view is nil,
-// plan emits nothing. It may emit an element of a shared map more than once. It emits all
-// other elements only once. The argument lists is the outline of view. The function need is
-// called before the first element of a frontend, with the index of its list. The function
-// sources returns the number of a frontend's list of source ranges.
+// plan emits the elements that view needs, without the elements of its lists. If view is
+// nil, plan emits nothing. It may emit an element of a shared map more than once. It emits
+// all other elements only once. The argument lists is the outline of view. The function
+// need is called before the first element of a frontend, with the index of its list. The
+// function sources returns the number of a frontend's list of source ranges.
 func plan(view *api.View, lists *outline, need func(list int, frontend *elementID) error, sources func(*nodeview.Frontend) uint32, emit func(element)) error {
 	if view == nil {
 		return nil

@@ -21,7 +21,7 @@ import (
 const (
 	// latePriority is after the nat chains of other programs.
 	latePriority = math.MaxInt32
-	// filterPriority is after all translations of destinations, also those of IPVS.
+	// filterPriority is after all translations of destinations, also after IPVS.
 	filterPriority = 0
 )
 
@@ -31,9 +31,9 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	chains.AddCommon(&o.Options)
 	chains.Add("mark-node", nft.StartsHere()+nft.Jump(nft.MarkAll))
 
-	// A program may have given its socket a priority that means a refusal here. The chains
-	// of source ranges reset this priority, because they come before the chains of type nat
-	// of all instances.
+	// A program may have given its socket a priority that means a refusal here. The
+	// source-range chains run before the nat chains of every instance, so they reset this
+	// priority.
 	restricted := []nft.Rule{priorityBetween(nft.DropLater, nft.RejectLater) + nft.SetPriority(0)}
 	for _, family := range nft.Families {
 		for _, s := range allMatches {

@@ -195,9 +195,10 @@ func (s *snapshot) element(i int) element {
 	return e
 }
 
-// upTo yields the elements whose claim is not greater than limit. The limit unclaimed
-// yields only unclaimed elements. The limit givenBack also yields elements that failed
-// services needed. The limit claimed yields all elements that the table has.
+// upTo yields the elements whose claim is not greater than limit. If limit is unclaimed,
+// upTo yields only unclaimed elements. If limit is givenBack, it also yields elements
+// that failed services needed. If limit is claimed, it yields all elements that the table
+// has.
 func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		for i := range s.claims {

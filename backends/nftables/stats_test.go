@@ -158,7 +158,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 }
 
 // TestStatsOptionRewritesElementsOnce restarts with and without counters. Only a start with
-// another value of the option writes elements, and only those of endpoints.
+// another value of the option writes elements, and only elements of endpoints.
 func TestStatsOptionRewritesElementsOnce(t *testing.T) {
 	ns := netnstest.New(t)
 	many := []sink.Change{

@@ -26,7 +26,7 @@ func withUDP(algorithm api.Algorithm) func(*api.Service) {
 	return func(s *api.Service) { s.Ports[0].Protocol, s.Algorithm = api.UDP, algorithm }
 }
 
-// weighted gives the endpoints of a view weights.
+// weighted sets the weights of a view's endpoints.
 func weighted(v *api.View, weights ...int32) *api.View {
 	for i := range v.Endpoints {
 		v.Endpoints[i].Weight = weights[i%len(weights)]

@@ -103,7 +103,7 @@ type Options struct {
 
 const (
 	localPort = 0xfffffffe
-	// Masqueraded connections can get all ports except those of well-known services.
+	// Masqueraded connections can get all ports except the ports of well-known services.
 	firstMasqueradePort, lastMasqueradePort = 1024, 65535
 	// refusingPort is a port of the node at which no program listens.
 	refusingPort = 1

@@ -54,8 +54,8 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 			add(frontend, e)
 		}
 	}
-	// If a frontend was not programmed since the pass began, its former endpoints are those
-	// of the changed groups of its service.
+	// If a frontend was not programmed since the pass began, the changed groups of its
+	// service have its former endpoints.
 	type part struct {
 		service types.NamespacedName
 		family  api.Family
@@ -330,8 +330,8 @@ func (o *Options) parseConnections(text string, protocols ...uint8) (all staleCo
 	return all, err
 }
 
-// matching returns the connections in c, with Source but without Endpoint, that the set
-// wanted selects. The argument now has the endpoints of frontends.
+// matching returns the connections of c that the argument wanted selects. They have a
+// Source and no Endpoint. The argument now has the endpoints of each frontend.
 func (c staleConnections) matching(wanted staleConnections, now map[frontendAt]*kept) staleConnections {
 	out := staleConnections{}
 	for one := range c {

@@ -27,12 +27,12 @@ type servicePort struct {
 	inFlows bool
 }
 
-// counter counts the connections to the endpoints of a group. The group is that of a list,
-// or of a part of a list. A change of the group makes a new counter.
+// counter counts the connections to the endpoints of a group. The group belongs to a list,
+// or to a part of a list. A change of the group makes a new counter.
 type counter struct {
 	servicePort
-	// endpoints are those of the buckets in the order of the switch. They are invalid for
-	// buckets that are other groups.
+	// endpoints has the endpoint of each bucket, in the order of the switch. An endpoint
+	// is invalid if the bucket is another group.
 	endpoints []netip.AddrPort
 	// before has the numbers of connections that endpoints got before their present buckets
 	// began to count.
@@ -182,7 +182,7 @@ func (b *backend) stats(ctx context.Context, yield func(backends.Stats) bool) er
 	}
 	defer conn.Close()
 	// A group may change while its counters are read. Then they are read again, and if the
-	// changed groups are few, no group changes meanwhile. So the readings are those of one
+	// changed groups are few, no group changes meanwhile. So all readings are from one
 	// moment.
 	const maxAttempts = 10
 	readings := map[uint32]reading{}

@@ -132,7 +132,7 @@ func (o *Options) firstGroup() uint32 { return 0x60000000 + uint32(o.number)<<24
 // groupCount limits the groups that an instance has.
 const groupCount = 1 << 20
 
-// ownsGroup reports whether an ID is among those of the instance.
+// ownsGroup reports whether an ID is a group ID of the instance.
 func (o *Options) ownsGroup(id uint32) bool { return id>>24 == o.firstGroup()>>24 }
 
 func (o *Options) resubmit(table uint8) openflow.Actions {

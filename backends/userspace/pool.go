@@ -119,7 +119,7 @@ func (p *pool) pick(client netip.AddrPort, unfit func(netip.AddrPort) bool) (net
 			return e, true
 		}
 	}
-	// Few endpoints are fit, or only those with small weights.
+	// Few endpoints are usable, or all usable ones have small weights.
 	for _, e := range p.sorted {
 		if !unfit(e) {
 			return e, true

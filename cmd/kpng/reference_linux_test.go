@@ -182,7 +182,7 @@ func flagsPage(t *testing.T) string {
 	return w.String()
 }
 
-// labels returns the commands that have a flag, given their labels and sources.
+// labels describes which commands have a flag.
 func labels(of, with, backends map[string]bool) []string {
 	if of["all"] {
 		return []string{"all"}

@@ -56,7 +56,8 @@ func reachable(t *testing.T, n *netnstest.Namespace, ports ...int) (open []int) 
 	return open
 }
 
-// The kernel refuses ranges of an address that overlap. So the old range has to be deleted first.
+// For one address, the kernel refuses overlapping ranges. So the old range has to be deleted
+// first.
 func TestRangesMayChange(t *testing.T) {
 	all := []int{29999, 30000, 30004, 30010, 30020}
 	n := newNode(t, all...)

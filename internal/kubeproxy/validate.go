@@ -80,7 +80,8 @@ func (t *translation) validateGates() {
 	}
 }
 
-// gate returns the value of a feature gate. The gate all sets it too.
+// gate returns the value of a feature gate. The argument all names another gate that also
+// sets it.
 func (t *translation) gate(name, all string, byDefault bool) bool {
 	for _, name := range [...]string{name, all} {
 		if value, ok := t.gates[name]; ok {

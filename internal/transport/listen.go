@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// Listen listens on the address a. Function Listen of package remote describes it.
+// Listen listens on the address a. See remote.Listen.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {

@@ -161,8 +161,8 @@ func flagError(cmd *cobra.Command, err error) error {
 	var invalid *pflag.InvalidValueError
 	switch {
 	case errors.As(err, &unknown):
-		// A command that needs a subcommand has few flags. Without the subcommand, those of
-		// the subcommand are unknown.
+		// A command that needs a subcommand has few flags. Without a subcommand, it does
+		// not know the subcommand's flags.
 		if given := cmd.Flags().Args(); cmd.HasSubCommands() && len(given) > 0 {
 			return missingCommand(cmd, given)
 		}

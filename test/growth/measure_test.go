@@ -144,7 +144,7 @@ func (h *harness) configure() {
 	}
 }
 
-// restart starts the proxy, after it has killed the running one.
+// restart kills the running proxy and starts a new one.
 func (h *harness) restart() {
 	h.kill()
 	h.node.start(h.group)

@@ -53,7 +53,7 @@ type parser struct {
 	defined      map[string]string             // location of each object
 	ignored      map[string][]string           // locations of objects of other kinds
 	selectorless map[types.NamespacedName]bool // services whose EndpointSlices need no label; see watcher.Converter.WantsSlice
-	undecided    []*api.EndpointSlice          // slices that are for the proxy only if their service is in the map selectorless
+	undecided    []*api.EndpointSlice          // slices that the proxy needs only if selectorless has their service
 
 	// Other goroutines may read these fields, which show the progress.
 	reading atomic.Pointer[string] // the file that is being read

@@ -186,9 +186,8 @@ func (r *record) setDeleted(id string, deleted bool) {
 func (r *record) len() int { return len(r.made) - r.deleted }
 
 // unchanged reports whether two load balancers have the same settings, apart from the
-// endpoints. HNS does not report all settings. If HNS reports the same settings as
-// directly after the creation, the method unchanged assumes that the load balancer still
-// has all requested settings.
+// endpoints. HNS does not report all settings. HNS may still report what it reported
+// after the creation. Then the load balancer is assumed to have all requested settings.
 func (r *record) unchanged(have, want hns.LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {

@@ -396,7 +396,7 @@ func packetCount(b []byte) uint64 {
 	return 0
 }
 
-// parseGroupCounts returns the numbers of packets of the buckets of a group. The result is
+// parseGroupCounts returns the number of packets of each bucket of a group. The result is
 // nil if b is not the answer for this group.
 func parseGroupCounts(id uint32, b []byte) (packets []uint64) {
 	const fixed, bucket = 40, 16

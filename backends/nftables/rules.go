@@ -44,7 +44,7 @@ func loadPriority(mask uint32) nft.Rule {
 func toPriority(m string) nft.Rule { return nft.Lookup(m) + nft.SetMeta(unix.NFT_META_PRIORITY) }
 
 // handled returns a rule that sends packets of frontends with the given handling to a
-// chain. The packet's priority is the value of its frontend.
+// chain. The packet's priority has the value from the frontend's element.
 func handled(h handling, chain string) nft.Rule {
 	return loadPriority(handlingMask) + nft.Equal(nft.Native(uint32(h))...) + nft.Jump(chain)
 }

@@ -55,8 +55,8 @@ type sharedList struct {
 	ranges Ranges
 	// written is the number of ranges that the kernel has, from the first one on.
 	written int
-	// users counts the services that use the list. If kept is true, the kernel had the list
-	// when the pass began, and services that were not delivered yet may use it.
+	// users counts the services that use the list. The field kept is true if the kernel had
+	// the list when the pass began. Then services that were not delivered yet may use it.
 	users int
 	kept  bool
 	// waiting are the services that cannot use the list before it is written.

@@ -164,6 +164,7 @@ func parse(args []string) error {
 	if err != nil {
 		return err
 	}
+	cmd.InitDefaultVersionFlag() // Execute does this, too
 	if err := cmd.ParseFlags(rest); err != nil {
 		return err
 	}

@@ -138,7 +138,7 @@ type Options struct {
 	Conntrack sink.Sink
 
 	// Sysctls selects what Start does with kernel settings that have wrong values. All
-	// backends check net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
+	// backends check net.ipv4.ip_forward and net.ipv6.conf.all.forwarding. Both must be 1
 	// if the node forwards traffic of pods or other hosts. Default: ReportSysctls.
 	Sysctls SysctlMode
 

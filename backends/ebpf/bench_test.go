@@ -32,8 +32,8 @@ func numberedService(number, endpoints int) *api.View {
 var sizes = []int{10, 1000, 100000}
 
 // BenchmarkConnect compares the time to connect to a service with the time to connect to
-// its endpoint, which is on the loopback interface. It alternates between the two kinds of
-// connections, and reports the median time of each kind.
+// its endpoint. The endpoint is on the loopback interface. The benchmark alternates
+// between the two kinds of connections, and reports the median time of each kind.
 func BenchmarkConnect(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) { benchmarkConnect(b, services, Options{}) })

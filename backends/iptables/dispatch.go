@@ -51,8 +51,8 @@ var (
 	hasEntries   = regexp.MustCompile(dispatchName.String() + `|^B[A-Z2-7]{15}$`)
 )
 
-// rank returns the rank of a chain, which is greater than the ranks of the chains to which
-// it leads. The argument is the name of the chain without the prefix.
+// rank returns the rank of a chain. A chain has a greater rank than the chains to which it
+// leads. The argument is the name of the chain without the prefix.
 func rank(suffix string) int {
 	switch {
 	case suffix == services:

@@ -40,7 +40,7 @@ type keptList struct {
 
 // manyPorts limits the ports of a service without shared chains. If a service has more
 // ports, its endpoint lists that keep the port of packets share a chain. With fewer ports,
-// a set can masquerade the connections of endpoints to themselves, which needs fewer rules.
+// a set can masquerade the connections of endpoints to themselves, with fewer rules.
 const manyPorts = 16
 
 // list adds the chain that selects an endpoint of t, and returns its name. It returns ""

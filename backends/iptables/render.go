@@ -115,7 +115,7 @@ func (r *rendered) add(table, name string, rules []string) {
 type environment struct {
 	// nodePorts are the addresses of node ports.
 	nodePorts []netip.Addr
-	// node has the addresses of the Node object, which affect source ranges.
+	// node has the addresses of the Node object. They affect source ranges.
 	node []netip.Addr
 	// pods are the CIDRs of pods.
 	pods []netip.Prefix

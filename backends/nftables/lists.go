@@ -224,7 +224,7 @@ func (l *list) shortcutID() elementID {
 	return e
 }
 
-// slotID returns the ID of the element for a slot, which is counted from 0.
+// slotID returns the ID of the element for a slot. Slots are counted from 0.
 func (l *list) slotID(slot int) elementID {
 	e := elementID{m: mapID{kind: kindSlots, family: l.family}}
 	w := keyWriter{id: &e}

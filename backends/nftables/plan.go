@@ -97,7 +97,7 @@ func outlineOf(view *api.View, perPort bool) *outline {
 	return o
 }
 
-// addPort adds the lists of a port and family, which has these classes of frontends.
+// addPort adds the lists of a port and family. The port has these classes of frontends.
 func (o *outline) addPort(svc *api.Service, classes []nodeview.Frontend, affinity uint16) {
 	first, last := &classes[0], &classes[len(classes)-1]
 	hasExternal := last.Kind != nodeview.ClusterIP

@@ -14,9 +14,9 @@ import (
 	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
-// TestAnUpdateKeepsClientsAtTheirEndpoints replaces a table of the previous layout, which has
-// clients of the node, of a pod and of an outside client. Each of them must stay at the
-// endpoint that the old table has for it.
+// TestAnUpdateKeepsClientsAtTheirEndpoints replaces a table of the previous layout. The table
+// has clients: the node, a pod, and a host outside. Each of them must stay at the endpoint
+// that the old table has for it.
 func TestAnUpdateKeepsClientsAtTheirEndpoints(t *testing.T) {
 	w := newPacketWorld(t)
 	runNFT(t, w.node, "", "-f", "testdata/layout-2.nft")

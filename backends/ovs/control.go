@@ -27,11 +27,11 @@ const (
 )
 
 // commitAndWait sends messages as one bundle and waits until the datapath follows the
-// changed flows. After a bundle, the switch checks all entries of its datapath, which are
-// decisions for packets that it has seen. OpenFlow has no message to wait for that, so
-// commitAndWait uses the control socket of ovs-vswitchd. If that fails, packets may follow
-// the old flows for up to a second after Sync has returned. commitAndWait logs the first
-// such failure.
+// changed flows. The entries of the datapath are decisions for packets that it has seen.
+// After a bundle, the switch checks all of them. OpenFlow has no message to wait for that,
+// so commitAndWait uses the control socket of ovs-vswitchd. If that fails, packets may
+// follow the old flows for up to a second after Sync has returned. commitAndWait logs the
+// first such failure.
 func (d *dataplane) commitAndWait(ctx context.Context, messages []openflow.Message) error {
 	// The switch also checks its entries twice a second. If the request came after the bundle,
 	// it would often wait for such a check.

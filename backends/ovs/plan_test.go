@@ -36,7 +36,8 @@ func planned(v *api.View) (*plan, *dataplane) {
 	return d.planner.mustPlan(v), d
 }
 
-// mustPlan returns the plan of a view, which must not need too many groups.
+// mustPlan returns the plan of a view. It fails the test if the view needs too many
+// groups.
 func (p *planner) mustPlan(v *api.View) *plan {
 	out, err := p.plan(v)
 	if err != nil {
@@ -56,8 +57,8 @@ func addresses(n int, keep func(netip.Addr) bool) (all []string) {
 	return all
 }
 
-// TestNoAddressesMakeLargeGroups checks the sizes of groups, which must stay below those
-// that Open vSwitch cannot list. It also checks that all endpoints get equal shares.
+// TestNoAddressesMakeLargeGroups checks that Open vSwitch can list all groups. It also
+// checks that all endpoints get equal shares.
 func TestNoAddressesMakeLargeGroups(t *testing.T) {
 	// A tenant has chosen addresses with equal bits of a hash without a key.
 	chosen := addresses(1000, func(a netip.Addr) bool {

@@ -55,7 +55,8 @@ func newSlowAddresses(addrs ...string) *slowAddresses {
 	return s
 }
 
-// loopbackSockets listens at 127.x.y.z instead of 10.x.y.z, which the host does not have.
+// loopbackSockets listens at 127.x.y.z instead of 10.x.y.z, because the host has no
+// address 10.x.y.z.
 type loopbackSockets struct{ hostSockets }
 
 func (e loopbackSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {

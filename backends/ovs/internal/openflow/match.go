@@ -114,7 +114,7 @@ func appendUint(b []byte, value uint64, size int) []byte {
 	return append(b, all[8-size:]...)
 }
 
-// appendField appends a field and its required value, which has size bytes.
+// appendField appends a field and its required value. The value has size bytes.
 func appendField(b []byte, field uint32, value uint64, size int) []byte {
 	b = binary.BigEndian.AppendUint32(b, field|uint32(size))
 	return appendUint(b, value, size)

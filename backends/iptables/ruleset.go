@@ -81,7 +81,7 @@ type ruleset struct {
 	// inexact has the chains whose rules iptables-save prints in another form than this
 	// package writes them. The value is the digest of the printed rules. For one of the
 	// kernel's own chains, it is the digest of only the jump to the instance's chain. A chain
-	// is not in inexact from the time at which it is written to the next call of verifyRules.
+	// is absent from inexact between a write of the chain and the next call of verifyRules.
 	inexact map[chainID]uint64
 	// rewords is true if checkEdited found that iptables-save prints rules in another form.
 	// Then written has the chains that were written since the rules were last compared.

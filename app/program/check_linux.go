@@ -127,7 +127,7 @@ func otherPrograms(ctx context.Context) (findings []command.Finding, err error) 
 	return findings, errors.Join(errs...)
 }
 
-// settingsCheck returns a Backend.Check of kernel settings. It does not load modules, so
+// settingsCheck returns a Backend.Check of kernel settings and of the flags about pods. It does not load modules, so
 // it skips settings that the kernel does not have yet.
 func (f *nodeFlags) settingsCheck(more ...sysctl.Setting) func(context.Context) []command.Finding {
 	return func(context.Context) (findings []command.Finding) {
@@ -146,6 +146,6 @@ func (f *nodeFlags) settingsCheck(more ...sysctl.Setting) func(context.Context) 
 					Text: fmt.Sprintf("is %d; with %d, %s%s", value, s.Value, s.Reason, will)})
 			}
 		}
-		return findings
+		return append(findings, f.podsCheck()...)
 	}
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
 )
 
 // nodeFlags are the flags that backends for the Linux kernel have in common.
@@ -114,12 +115,42 @@ func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Par
 		return command.Parts{}, err
 	}
 	dataplane, _ = node.Dataplane(dataplane)
+	if f.podsUnknown() {
+		dataplane = nodesinks.WithTask(dataplane, func(ctx context.Context) func() {
+			klog.FromContext(ctx).Info("Warning: which traffic is from pods is unknown", "consequence", withoutPods, "flags", podFlags)
+			return func() {}
+		})
+	}
 	parts := f.checks.parts(node, dataplane)
 	if events != nil {
 		parts.Beside["events"], parts.Refused = events, events.serviceRefused
 	}
 	err = addLocalhost(&parts, node)
 	return parts, err
+}
+
+// podFlags are the flags that say which traffic is from pods. No backend has more.
+var podFlags = []string{"cluster-cidr", "node-pod-cidrs", "pod-interfaces"}
+
+// withoutPods is what follows if no such flag is set.
+const withoutPods = "connections to cluster IPs from outside the pod network are not masqueraded, " +
+	"and pods of this node use external addresses with externalTrafficPolicy Local like clients outside the cluster"
+
+// podsUnknown reports that no flag says which traffic is from pods.
+func (f *nodeFlags) podsUnknown() bool {
+	return f.flagSet != nil && !slices.ContainsFunc(podFlags, f.flagSet.Changed)
+}
+
+// podsCheck is a Backend.Check of podsUnknown.
+func (f *nodeFlags) podsCheck() []command.Finding {
+	if !f.podsUnknown() {
+		return nil
+	}
+	found := command.Finding{Level: command.Change, Subject: "traffic from pods", Text: "is unknown: " + withoutPods + "; give the flag for what kube-proxy has: --" + strings.Join(podFlags, ", --")}
+	if flagValue(f.flagSet, "config") != "" {
+		found.Level, found.Text = command.Note, "is unknown, as in kube-proxy's file: "+withoutPods
+	}
+	return []command.Finding{found}
 }
 
 // init implements command.Backend.Init.

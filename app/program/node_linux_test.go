@@ -7,11 +7,14 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
+	"k8s.io/klog/v2"
 )
 
 // testFlags checks that the command-line arguments args result in the options want. The
@@ -64,6 +67,33 @@ func TestSourceKeepsAnnotationsOfBackends(t *testing.T) {
 		}
 		if diff := cmp.Diff([]string{"other", "example.com/a"}, *keep); diff != "" {
 			t.Errorf("annotations that %s keeps (-want +got):\n%s", b.Name, diff)
+		}
+	}
+}
+
+func TestStartWarnsIfPodsAreUnknown(t *testing.T) {
+	for _, test := range []struct {
+		sink  func() sink.Sink
+		args  string
+		warns int
+	}{
+		{NFTables, "", 1}, {IPTables, "", 1}, {NFTables, "--cluster-cidr=10.0.0.0/8", 0}, {NFTables, "--node-pod-cidrs", 0}, {IPTables, "--pod-interfaces=cni0", 0},
+	} {
+		backend := mustConfigure(t, test.sink(), append(strings.Fields(test.args), "--sysctls=ignore")...)
+		dataplane := backend.Parts().Sink
+		warnings := 0
+		log := funcr.New(func(_, line string) { warnings += strings.Count(line, "traffic is from pods is unknown") }, funcr.Options{})
+		err := netnstest.New(t).Do(func() error {
+			ctx := klog.NewContext(t.Context(), log)
+			starter, _ := sink.As[sink.Starter](dataplane)
+			if err := starter.Start(ctx); err != nil {
+				return err
+			}
+			stopper, _ := sink.As[sink.Stopper](dataplane)
+			return stopper.Stop(ctx)
+		})
+		if err != nil || warnings != test.warns {
+			t.Errorf("%s %s: error %v, %d warnings, want %d", backend.Name, test.args, err, warnings, test.warns)
 		}
 	}
 }

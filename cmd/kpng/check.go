@@ -6,8 +6,10 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"slices"
 	"strings"
@@ -17,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/spf13/cobra"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/tools/clientcmd"
 )
 
 // checkCommand returns the command that says what would change if kpng replaced kube-proxy
@@ -43,27 +46,33 @@ func check(b *command.Backend) *cobra.Command {
 		Short: "Say what would change with the backend " + b.Name,
 		Long: "Says what would change if the backend " + b.Name + " replaced kube-proxy on this node. It changes nothing.\n\n" +
 			"It checks the kernel and its settings, rules of other programs on this node, kube-proxy's configuration file if --config names it, " +
-			"and the services of the cluster. The exit status is 1 if kpng would not work.",
+			"and the services of the cluster. Without --kubeconfig and --manifests, it reads the API server of that file or of this node, and checks no services if neither names one. " +
+			"The exit status is 1 if kpng would not work.",
 		Example: fmt.Sprintf("  kpng check %[1]s\n  kpng check %[1]s --config kube-proxy.conf -o json", b.Name),
 		Args:    usage.None,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if output != "text" && output != "json" {
 				return usage.Errorf("--output %q is not text or json", output)
 			}
+			services.asked = cmd.Flags().Changed("kubeconfig") || cmd.Flags().Changed("manifests")
+			var configured []command.Finding
+			if config != "" { // this comes first, because it sets flags
+				configured = checkConfig(cmd, config)
+			}
 			report := []checked{{"This node", b.Check(cmd.Context())}}
 			if config != "" {
-				report = append(report, checked{"Configuration of kube-proxy", checkConfig(cmd, config)})
+				report = append(report, checked{"Configuration of kube-proxy", configured})
 			}
 			report = append(report, checked{"Services", services.run(cmd.Context(), &source)})
 			return printChecks(cmd.OutOrStdout(), report, output)
 		},
 	}
-	fs := cmd.Flags()
-	fs.SortFlags = false
-	fs.StringVar(&config, "config", "", "kube-proxy's configuration `file`, a KubeProxyConfiguration; kubeadm keeps it in the ConfigMap kube-proxy of kube-system")
-	fs.StringVarP(&output, "output", "o", "text", "print `text or json`")
+	flags := cmd.Flags()
+	flags.SortFlags = false
+	flags.StringVar(&config, "config", "", "kube-proxy's configuration `file`, a KubeProxyConfiguration; kubeadm keeps it in the ConfigMap kube-proxy of kube-system")
+	flags.StringVarP(&output, "output", "o", "text", "print `text or json`")
 	completeOutput(cmd, "text", "json")
-	b.Register(fs)
+	b.Register(flags)
 	source.Register(cmd, !b.OnlyPorts)
 	return cmd
 }
@@ -94,36 +103,51 @@ func printChecks(w io.Writer, report []checked, output string) error {
 				fmt.Fprintf(table, "  %s\t%s\t%s\n", f.Level, f.Subject, f.Text)
 			}
 		}
-		fmt.Fprintf(table, "%d changes, %d problems\n", count[command.Change], count[command.Problem])
+		unchecked := ""
+		if slices.ContainsFunc(report, func(c checked) bool {
+			return slices.ContainsFunc(c.Findings, func(f command.Finding) bool { return f.Subject == notChecked })
+		}) {
+			unchecked = "; " + notChecked
+		}
+		fmt.Fprintf(table, "%d changes, %d problems%s\n", count[command.Change], count[command.Problem], unchecked)
 		if err := table.Flush(); err != nil {
 			return err
 		}
 	}
 	if n := count[command.Problem]; n > 0 {
-		return fmt.Errorf("the backend would not work here: problems: %d", n)
+		return fmt.Errorf("found problems: %d; kpng would not work here", n)
 	}
 	return nil
 }
 
 // checkConfig finds the settings in a configuration file of kube-proxy that the backend
-// of cmd treats differently.
+// of cmd treats differently. It sets the flags of cmd that the command line does not set.
 func checkConfig(cmd *cobra.Command, file string) (findings []command.Finding) {
 	run, _, err := newRoot().Find([]string{"kube", "to-local", cmd.Name()})
 	if err != nil {
 		panic(err) // cannot happen: each backend has this command
 	}
 	run.InheritedFlags() // merges the flags of the parents
-	flags := run.Flags()
+	flags := cmd.Flags()
+	flags.AddFlagSet(run.Flags())
 	text, err := os.ReadFile(file)
 	if err == nil {
 		var differences []kubeproxy.Difference
 		try := func(flag, value string) error { return tryFlag(cmd.Name(), flags, flag, value) }
 		differences, err = kubeproxy.Apply(flags, cmd.Name(), text, try)
 		for _, d := range differences {
-			findings = append(findings, command.Finding{Level: command.Change, Subject: d.Field + "=" + d.Value, Text: d.Meaning})
+			f := command.Finding{Level: command.Change, Subject: d.Field + "=" + d.Value, Text: d.Meaning}
+			if d.Followed {
+				f.Level = command.Note
+			}
+			findings = append(findings, f)
 		}
 	}
-	switch {
+	switch several, ok := err.(interface{ Unwrap() []error }); {
+	case ok:
+		for _, err := range several.Unwrap() {
+			findings = append(findings, command.Finding{Level: command.Problem, Subject: file, Text: err.Error()})
+		}
 	case err != nil:
 		findings = append(findings, command.Finding{Level: command.Problem, Subject: file, Text: err.Error()})
 	case len(findings) == 0:
@@ -132,8 +156,15 @@ func checkConfig(cmd *cobra.Command, file string) (findings []command.Finding) {
 	return findings
 }
 
+// notChecked is the subject of a finding that there are no services to check.
+const notChecked = "services are not checked"
+
 // serviceCheck finds services that kpng serves otherwise than kube-proxy.
-type serviceCheck struct{ findings []command.Finding }
+type serviceCheck struct {
+	findings []command.Finding
+	// asked reports that the command line selects the source.
+	asked bool
+}
 
 func (c *serviceCheck) add(service, text string) {
 	c.findings = append(c.findings, command.Finding{Level: command.Change, Subject: service, Text: text})
@@ -168,6 +199,9 @@ func (c *serviceCheck) see(s *corev1.Service) (skip bool) {
 // run reads the services of the source and returns all findings.
 func (c *serviceCheck) run(ctx context.Context, source *command.Source) []command.Finding {
 	objects, err := source.Load(ctx)
+	if !c.asked && (errors.Is(err, clientcmd.ErrEmptyConfig) || errors.Is(err, fs.ErrNotExist)) {
+		return []command.Finding{{Level: command.Note, Subject: notChecked, Text: err.Error() + "; to check them, give --kubeconfig or --manifests"}}
+	}
 	if err != nil {
 		return []command.Finding{{Level: command.Problem, Subject: source.String(), Text: err.Error()}}
 	}

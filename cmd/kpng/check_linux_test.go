@@ -4,6 +4,8 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
@@ -11,7 +13,9 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	corev1 "k8s.io/api/core/v1"
 )
 
 const checkedServices = `
@@ -98,7 +102,9 @@ func TestCheckSaysWhatChanges(t *testing.T) {
 		"change nftables table inet kpng-old",
 		"note rules of Calico",
 		"change sysctl net.ipv4.ip_forward",
+		"note traffic from pods",
 		"change bindAddressHardFail=false",
+		"change mode=nftables",
 		"change default/headless",
 		"change default/other",
 		"change default/ranges",
@@ -110,6 +116,187 @@ func TestCheckSaysWhatChanges(t *testing.T) {
 	}
 	if after := n.Run(t, "nft", "list", "ruleset"); after != before {
 		t.Errorf("the check changed the rules to\n%s", after)
+	}
+}
+
+// findings returns the findings of kpng check about kube-proxy's file, or about the
+// services, or about the node, each as LEVEL SUBJECT: TEXT.
+func findings(t *testing.T, part string, args ...string) (string, error) {
+	t.Helper()
+	out, err := execute(t.Context(), append([]string{"check", "-o", "json"}, args...)...)
+	var report []checked
+	if err := json.Unmarshal([]byte(out), &report); err != nil {
+		t.Fatalf("%v in %s", err, out)
+	}
+	var b strings.Builder
+	for _, c := range report {
+		for _, f := range c.Findings {
+			if c.What == part {
+				fmt.Fprintf(&b, "%s %s: %s\n", f.Level, f.Subject, f.Text)
+			}
+		}
+	}
+	return b.String(), err
+}
+
+// withoutServer makes the API server unknown.
+func withoutServer(t *testing.T) {
+	t.Setenv("HOME", t.TempDir())
+	t.Setenv("KUBECONFIG", "")
+	t.Setenv("KUBERNETES_SERVICE_HOST", "")
+}
+
+// A node without a known API server is no problem of the backend: only the services are
+// not checked.
+func TestCheckWithoutAPIServer(t *testing.T) {
+	netnstest.NeedRoot(t)
+	withoutServer(t)
+	got, err := findings(t, "Services", "nftables")
+	if err != nil || !strings.HasPrefix(got, "note services are not checked: no API server known") || strings.Count(got, "\n") != 1 {
+		t.Errorf("error %v after %s", err, got)
+	}
+	out, err := execute(t.Context(), "check", "nftables")
+	if err != nil || !strings.HasSuffix(out, " 0 problems; services are not checked\n") {
+		t.Errorf("error %v after\n%s", err, out)
+	}
+	if got, err := findings(t, "Services", "nftables", "--kubeconfig", "/does/not/exist"); err == nil || !strings.HasPrefix(got, "problem ") {
+		t.Errorf("error %v after %s of a source that the user named", err, got)
+	}
+}
+
+// The check reads the API server that kpng with the same file would read.
+func TestCheckReadsTheServerOfTheFile(t *testing.T) {
+	netnstest.NeedRoot(t)
+	withoutServer(t)
+	cluster := kubetest.New()
+	cluster.Set(&corev1.Service{ObjectMeta: kubetest.Meta("default", "web"), Spec: corev1.ServiceSpec{ClusterIP: "10.0.0.1", Ports: []corev1.ServicePort{{Port: 80}}}})
+	server := httptest.NewServer(cluster)
+	defer server.Close()
+	dir := t.TempDir()
+	file, reachable := filepath.Join(dir, "config"), filepath.Join(dir, "kubeconfig")
+	if err := os.WriteFile(reachable, []byte("apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{name: c, context: {cluster: c}}]\nclusters: [{name: c, cluster: {server: "+server.URL+"}}]\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, kubeconfig := range []string{reachable, "/does/not/exist"} {
+		if err := os.WriteFile(file, []byte(header+"clientConnection: {kubeconfig: "+kubeconfig+"}"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		want := "note API server of " + kubeconfig + ": 1 services"
+		if kubeconfig == "/does/not/exist" {
+			want = "note services are not checked: read kubeconfig " + kubeconfig
+		}
+		if got, err := findings(t, "Services", "nftables", "--config", file); err != nil || !strings.HasPrefix(got, want) {
+			t.Errorf("error %v after %s, want %s", err, got, want)
+		}
+	}
+}
+
+func TestCheckSaysWhatModesDrop(t *testing.T) {
+	netnstest.NeedRoot(t)
+	const (
+		drops    = "kube-proxy drops forwarded packets that belong to no connection; "
+		accepts  = "kube-proxy accepts forwarded packets that belong to no connection; the backend iptables drops them"
+		services = "kube-proxy drops packets to addresses of ServiceCIDR objects that no service has; "
+	)
+	manifests := filepath.Join(t.TempDir(), "services.yaml")
+	if err := os.WriteFile(manifests, []byte(checkedServices), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, test := range map[string]struct {
+		backend, config string
+		want            []string
+	}{
+		"the default mode":                {"nftables", "", []string{drops + "the backend nftables does so only with --drop-invalid"}},
+		"mode iptables":                   {"ebpf", "mode: iptables", []string{drops + "the backend ebpf does so only with --drop-invalid"}},
+		"a backend that never drops":      {"ipvs", "", []string{drops + "the backend ipvs does not"}},
+		"the same mode":                   {"iptables", "", nil},
+		"a liberal kube-proxy":            {"nftables", "conntrack: {tcpBeLiberal: true}", nil},
+		"a liberal iptables":              {"iptables", "conntrack: {tcpBeLiberal: true}", nil},
+		"kube-proxy drops the same":       {"nftables --drop-invalid", "", nil},
+		"from ipvs to iptables":           {"iptables", "mode: ipvs", []string{accepts}},
+		"from nftables to iptables":       {"iptables", "mode: nftables", []string{accepts, services + "the backend iptables does not"}},
+		"from ipvs to a liberal iptables": {"iptables", "mode: ipvs\nconntrack: {tcpBeLiberal: true}", nil},
+		"mode nftables":                   {"nftables", "mode: nftables", []string{services + "the backend nftables does so only with --service-cidr"}},
+		"service CIDRs are given":         {"nftables --service-cidr=10.0.0.0/16", "mode: nftables", nil},
+		"a backend without service CIDRs": {"ipvs", "mode: nftables", []string{services + "the backend ipvs does not"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "config")
+			if err := os.WriteFile(file, []byte(header+test.config), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			got, err := findings(t, "Configuration of kube-proxy", append(strings.Fields(test.backend), "-i", manifests, "--config", file)...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var relevant []string
+			for line := range strings.Lines(got) {
+				_, text, _ := strings.Cut(strings.TrimSpace(line), ": ")
+				if strings.HasPrefix(text, drops) || text == accepts || strings.HasPrefix(text, services) {
+					relevant = append(relevant, text)
+				}
+			}
+			if !slices.Equal(relevant, test.want) {
+				t.Errorf("found %q, want %q, in\n%s", relevant, test.want, got)
+			}
+		})
+	}
+}
+
+// An error in one field does not keep the check from comparing the others.
+func TestCheckComparesFieldsBesideWrongOnes(t *testing.T) {
+	netnstest.NeedRoot(t)
+	withoutServer(t)
+	file := filepath.Join(t.TempDir(), "config")
+	config := "mode: ipvs\nfeatureGates: {Removed: true}\nhealthzBindAddress: x\nipvs: {scheduler: lc, strictARP: true, minSyncPeriod: 1s}\nnodePortAddresses: [10.0.0.0/8]"
+	if err := os.WriteFile(file, []byte(header+config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	got, err := findings(t, "Configuration of kube-proxy", "nftables", "--config", file)
+	if err == nil {
+		t.Error("no error")
+	}
+	for _, want := range []string{
+		"problem " + file + ": featureGates: kube-proxy v1.37 has no feature gate Removed",
+		"problem " + file + ": healthzBindAddress: ",
+		"change ipvs.scheduler=lc: the backend nftables chooses endpoints at random",
+		"change ipvs.strictARP=true: kpng changes the kernel's ARP settings only with the backend ipvs",
+		"note ipvs.minSyncPeriod=1s: ",
+		"change nodePortAddresses=10.0.0.0/8: kube-proxy serves node ports at all IPv6 addresses of the node",
+	} {
+		if !strings.Contains(got, want) {
+			t.Errorf("%q is missing in\n%s", want, got)
+		}
+	}
+	if n := strings.Count(got, "problem "); n != 2 {
+		t.Errorf("%d problems in\n%s", n, got)
+	}
+}
+
+// Without flags about pods, the check says so, unless kube-proxy does not know pods either.
+func TestCheckSaysThatPodsAreUnknown(t *testing.T) {
+	netnstest.NeedRoot(t)
+	withoutServer(t)
+	file := filepath.Join(t.TempDir(), "config")
+	for _, test := range []struct{ config, args, want string }{
+		{"", "nftables", "change traffic from pods"},
+		{"", "ipvs", "change traffic from pods"},
+		{"", "nftables --pod-interfaces=cni0", ""},
+		{"mode: nftables", "nftables --config=" + file, "note traffic from pods"},
+		{"clusterCIDR: 10.0.0.0/8", "nftables --config=" + file, ""},
+		{"detectLocalMode: NodeCIDR", "ebpf --config=" + file, ""},
+		{"detectLocalMode: NodeCIDR", "ipvs --config=" + file, "note traffic from pods"},
+	} {
+		if err := os.WriteFile(file, []byte(header+test.config), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got, err := findings(t, "This node", strings.Fields(test.args)...)
+		if err != nil {
+			t.Error(err)
+		}
+		if found := strings.Contains(got, "traffic from pods"); found != (test.want != "") || !strings.Contains(got, test.want) {
+			t.Errorf("check %s with %q prints\n%s", test.args, test.config, got)
+		}
 	}
 }
 

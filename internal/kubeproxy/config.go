@@ -32,6 +32,8 @@ type Difference struct {
 	Value string
 	// Meaning says what kpng does instead.
 	Meaning string
+	// Followed reports that kpng follows the field after all. Meaning is then an advice.
+	Followed bool
 }
 
 // Unknown is the Meaning of a field that KubeProxyConfiguration does not have.
@@ -56,7 +58,7 @@ func Apply(fs *pflag.FlagSet, backend string, file []byte, try func(flag, value 
 }
 
 func (t *translation) apply(file []byte) error {
-	t.values = map[string]string{}
+	t.values, t.refused = map[string]string{}, map[string]bool{}
 	if err := t.read(file); err != nil {
 		return err
 	}
@@ -65,8 +67,8 @@ func (t *translation) apply(file []byte) error {
 		t.mode = map[bool]string{false: "iptables", true: "kernelspace"}[t.windows]
 	}
 	t.validate()
-	if len(t.errs) > 0 {
-		return errors.Join(t.errs...)
+	if t.refused["mode"] {
+		return errors.Join(t.errs...) // the mode decides what the other fields mean
 	}
 	if t.mode != t.backend {
 		t.differ("mode", t.mode, "the command selects the backend "+t.backend)
@@ -74,11 +76,14 @@ func (t *translation) apply(file []byte) error {
 	for _, path := range slices.Sorted(maps.Keys(t.values)) {
 		value, f := t.values[path], fields[path]
 		switch {
-		case isZero(value) && f.flag == "", !t.uses(path):
+		case t.refused[path], isZero(value) && f.flag == "", !t.uses(path):
 		case f.flag == "masquerade-bit":
 			t.masqueradeBit(path, value)
 		case f.flag != "":
 			t.set(path, f.flag, value)
+			if f.flag == "min-sync-interval" && !isZero(value) {
+				t.advise(path, value, "kpng does not need it, because a sync costs only what changed; --min-sync-interval=0 is safe")
+			}
 		case f.meaning != "" && !slices.Contains(f.same, value):
 			t.differ(path, value, f.meaning)
 		}
@@ -89,6 +94,7 @@ func (t *translation) apply(file []byte) error {
 	}
 	t.nodePorts()
 	t.set("", "kubeproxy-metrics", "true")
+	t.drops()
 	return errors.Join(t.errs...)
 }
 
@@ -201,10 +207,16 @@ type translation struct {
 	gates         map[string]bool
 	differences   []Difference
 	errs          []error
+	refused       map[string]bool // the paths of the fields with errors
 }
 
 func (t *translation) differ(path, value, meaning string) {
-	t.differences = append(t.differences, Difference{path, value, meaning})
+	t.differences = append(t.differences, Difference{Field: path, Value: value, Meaning: meaning})
+}
+
+// advise records an advice about a field that kpng follows.
+func (t *translation) advise(path, value, meaning string) {
+	t.differences = append(t.differences, Difference{path, value, meaning, true})
 }
 
 // set sets the flag that a field determines. It does nothing if the value is empty, or if
@@ -213,9 +225,9 @@ func (t *translation) set(path, flag, value string) {
 	f := t.flags.Lookup(flag)
 	inFile := t.values[path]
 	switch {
-	case value == "":
+	case value == "" || t.refused[path]:
 	case f == nil && !isZero(value):
-		t.differ(path, cmp.Or(inFile, value), fmt.Sprintf("the command with the backend %s has no flag --%s", t.backend, flag))
+		t.differ(path, cmp.Or(inFile, value), t.without(flag))
 	case f == nil:
 	case f.Changed && inFile != "" && strings.Trim(f.Value.String(), "[]") != value:
 		t.differ(path, inFile, fmt.Sprintf("the command line sets --%s=%s, which overrides the file", flag, f.Value))
@@ -228,6 +240,59 @@ func (t *translation) set(path, flag, value string) {
 		if err != nil {
 			t.refuse(path, err)
 		}
+	}
+}
+
+// without returns what follows for a file that needs a flag which the command does not have.
+func (t *translation) without(flag string) string {
+	switch flag {
+	case "scheduler":
+		how := "at random"
+		if t.backend == "ovs" {
+			how = "by a hash of the client's address"
+		}
+		return fmt.Sprintf("the backend %s chooses endpoints %s, unless the service has traffic parameters", t.backend, how)
+	case "strict-arp":
+		return "kpng changes the kernel's ARP settings only with the backend ipvs; those that kube-proxy has set stay until the node restarts"
+	case "node-pod-cidrs", "pod-interfaces":
+		for _, other := range []string{"pod-interfaces", "cluster-cidr"} {
+			if t.flags.Lookup(other) != nil {
+				return fmt.Sprintf("the backend %s has no flag --%s; define the pods with --%s", t.backend, flag, other)
+			}
+		}
+	}
+	return fmt.Sprintf("the command with the backend %s has no flag --%s", t.backend, flag)
+}
+
+// drops finds packets that kube-proxy drops or accepts in the mode of the file, and the
+// backend does not.
+func (t *translation) drops() {
+	if t.mode == "kernelspace" {
+		return
+	}
+	const invalid = "forwarded packets that belong to no connection"
+	isSet := func(flag string) bool {
+		f := t.flags.Lookup(flag)
+		return f != nil && f.Value.String() != f.DefValue
+	}
+	only := func(flag string) string {
+		if t.flags.Lookup(flag) == nil {
+			return "the backend " + t.backend + " does not"
+		}
+		return "the backend " + t.backend + " does so only with --" + flag
+	}
+	kubeProxyDrops := t.mode == "iptables" && t.values["conntrack.tcpBeLiberal"] != "true"
+	switch kpngDrops := t.backend == "iptables" && !isSet("conntrack-tcp-be-liberal") || isSet("drop-invalid"); {
+	case kubeProxyDrops && !kpngDrops:
+		t.differ("mode", t.mode, "kube-proxy drops "+invalid+"; "+only("drop-invalid"))
+	case kpngDrops && !kubeProxyDrops:
+		t.differ("mode", t.mode, "kube-proxy accepts "+invalid+"; the backend "+t.backend+" drops them")
+	}
+	switch {
+	case t.mode != "nftables":
+		t.differ("mode", t.mode, "kube-proxy accepts forwarded packets that it masquerades, before a DROP in the chain FORWARD; kpng accepts none")
+	case !isSet("service-cidr"):
+		t.differ("mode", t.mode, "kube-proxy drops packets to addresses of ServiceCIDR objects that no service has; "+only("service-cidr"))
 	}
 }
 
@@ -372,7 +437,11 @@ func (t *translation) nodePorts() {
 		return
 	}
 	if len(families) == 1 {
-		t.differ(path, list, "kpng serves no node ports at addresses of the other IP family; kube-proxy serves them at all")
+		missing := map[bool]string{true: "IPv6", false: "IPv4"}[families[true]]
+		t.differ(path, list, "kube-proxy serves node ports at all "+missing+" addresses of the node, because the list has none; kpng at no "+missing+" address")
+	}
+	if localhost && (named || contained) && t.backend != "ebpf" {
+		t.advise("iptables.localhostNodePorts", "true", "kpng listens on node ports at loopback addresses itself, for TCP and UDP, while it runs")
 	}
 	t.set(path, flag, strings.Join(kept, ","))
 }

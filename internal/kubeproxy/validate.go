@@ -23,6 +23,7 @@ import (
 // refuse records an error of a field.
 func (t *translation) refuse(path string, err error) {
 	t.errs = append(t.errs, fmt.Errorf("%s: %w", path, err))
+	t.refused[path] = true
 }
 
 // validate refuses the values that kube-proxy refuses.
@@ -73,9 +74,9 @@ func (t *translation) validateGates() {
 		locked, ok := known[name]
 		switch value := strconv.FormatBool(t.gates[name]); {
 		case !ok:
-			t.refuse("featureGates", fmt.Errorf("kube-proxy v1.37 has no feature gate %s; remove it from the file, because kpng has no feature gates", name))
+			t.refuse("featureGates", fmt.Errorf("kube-proxy v1.37 has no feature gate %s; give kpng a copy of the file without it", name))
 		case locked != "" && locked != value:
-			t.refuse("featureGates", fmt.Errorf("kube-proxy v1.37 accepts only the value %s of %s; remove it from the file, because kpng has no feature gates", locked, name))
+			t.refuse("featureGates", fmt.Errorf("kube-proxy v1.37 accepts only the value %s of %s; give kpng a copy of the file without it", locked, name))
 		}
 	}
 }

@@ -12,7 +12,8 @@ import (
 
 // LoadConfig returns the connection settings in the kubeconfig file at path. If path is
 // empty, it uses the pod's service account or, outside a cluster, the same file as
-// kubectl: $KUBECONFIG, else ~/.kube/config. It does not connect.
+// kubectl: $KUBECONFIG, else ~/.kube/config. If there is none of these, the error is a
+// clientcmd.ErrEmptyConfig. It does not connect.
 func LoadConfig(path string) (*rest.Config, error) {
 	if path == "" {
 		config, err := rest.InClusterConfig()
@@ -34,8 +35,17 @@ func LoadConfig(path string) (*rest.Config, error) {
 	case path != "":
 		return nil, fmt.Errorf("read kubeconfig %s: %w", path, err)
 	case clientcmd.IsEmptyConfig(err):
-		return nil, errors.New("no API server known: no kubeconfig given, no pod service account, and no $KUBECONFIG or ~/.kube/config")
+		return nil, noServer{}
 	default:
 		return nil, fmt.Errorf("read kubeconfig from $KUBECONFIG or ~/.kube/config: %w", err)
 	}
 }
+
+// noServer is a clientcmd.ErrEmptyConfig with a text that names the places searched.
+type noServer struct{}
+
+func (noServer) Error() string {
+	return "no API server known: no kubeconfig given, no pod service account, and no $KUBECONFIG or ~/.kube/config"
+}
+
+func (noServer) Unwrap() error { return clientcmd.ErrEmptyConfig }

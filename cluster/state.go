@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/diffstore"
@@ -47,6 +48,8 @@ type State struct {
 	tx        Tx // the argument of Update's function
 
 	synced chan struct{} // closed by SetSynced
+	// sourceError is the argument of the last SetSourceError.
+	sourceError atomic.Pointer[error]
 	// published is the state after the last commit, which readers see. Its lock is never
 	// held while an Update runs, so that readers do not wait for a long Update.
 	published published
@@ -205,6 +208,19 @@ func (s *State) IsSynced() bool {
 	default:
 		return false
 	}
+}
+
+// SetSourceError records why the source delivers nothing now, for the reader of a status
+// page. A source calls it after a failure, and with nil when it delivers again. It changes
+// neither the objects nor the revision. See also [Tx.SetStale].
+func (s *State) SetSourceError(err error) { s.sourceError.Store(&err) }
+
+// SourceError returns the last error that SetSourceError has recorded, or nil.
+func (s *State) SourceError() error {
+	if err := s.sourceError.Load(); err != nil {
+		return *err
+	}
+	return nil
 }
 
 func (p *published) wake() {

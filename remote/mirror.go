@@ -47,9 +47,14 @@ type mirror struct {
 
 // follow copies the state of the server at the other end of conn until the connection
 // fails.
-func (m *mirror) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
+func (m *mirror) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) (err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	defer func() {
+		if ctx.Err() == nil {
+			m.state.SetSourceError(err)
+		}
+	}()
 	answered := false
 	defer func() {
 		if answered {
@@ -80,6 +85,7 @@ func (m *mirror) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 				return err
 			}
 		}
+		m.state.SetSourceError(nil)
 		m.state.Update(a.write)
 		m.state.SetSynced()
 		m.token, answered = a.token, true

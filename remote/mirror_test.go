@@ -127,6 +127,29 @@ func TestRelayOfStaleStateIsStale(t *testing.T) {
 	}
 }
 
+func TestOutageIsTheSourceError(t *testing.T) {
+	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{})
+	original.SetSynced()
+	awaitError := func() {
+		t.Helper()
+		for deadline := time.Now().Add(time.Minute); copied.SourceError() == nil; time.Sleep(time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Fatal("no source error without a server")
+			}
+		}
+	}
+	address := "unix://" + filepath.Join(t.TempDir(), "s")
+	mirror(t, copied, address)
+	awaitError()
+	stop := serveCluster(t, original, address)
+	wait(t, original, copied)
+	if err := copied.SourceError(); err != nil {
+		t.Errorf("source error %v after an answer", err)
+	}
+	stop()
+	awaitError()
+}
+
 // difference describes the differences between two states.
 func difference(original, copied *cluster.Objects) string {
 	return compare(original.Services, copied.Services, (*api.Service).Equal) +

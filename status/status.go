@@ -3,7 +3,9 @@
 // Package status serves a page about a running proxy over HTTP, for people as HTML without
 // JavaScript and for programs as JSON. A program adds the handler to its own server:
 //
-//	mux.Handle("GET /status", status.Handler(proxy)) // a *kpng.Proxy
+//	mux.Handle("GET /status", status.Handler(proxy)) // a *kpng.Proxy or *node.Proxy
+//
+// The command kpng status --address reads a page with the path /status.
 //
 // The handler computes each response from the present state. It keeps nothing itself, so
 // a page that is not requested costs nothing. The page has no authentication. It contains
@@ -20,7 +22,10 @@ package status
 
 import (
 	"net/http"
+	"os"
+	"path/filepath"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/statuspage"
@@ -29,14 +34,25 @@ import (
 
 // Handler returns a handler that serves the page about a proxy, usually a *kpng.Proxy. It
 // calls the methods of proxy for each request, possibly concurrently. For the methods, see
-// those of kpng.Proxy.
+// those of kpng.Proxy. If proxy is also a [backends.Counter], the page shows the traffic that
+// its dataplane counts:
+//
+//	status.Handler(struct {
+//		*node.Proxy
+//		backends.Counter
+//	}{proxy, dataplane}) // with Options.Stats of the dataplane
 func Handler(proxy interface {
 	NodeName() string
 	State() *cluster.State
 	Status() []sink.Status
 	Health() health.Report
 }) http.Handler {
-	return &statuspage.Handler{
+	h := &statuspage.Handler{
+		Program:  filepath.Base(os.Args[0]),
 		NodeName: proxy.NodeName(), State: proxy.State(), Sinks: proxy.Status, Health: proxy.Health,
 	}
+	if c, ok := proxy.(backends.Counter); ok {
+		h.Traffic = statuspage.TrafficOf(c)
+	}
+	return h
 }

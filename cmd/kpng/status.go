@@ -110,7 +110,7 @@ func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte,
 	case resp.StatusCode == http.StatusForbidden:
 		return nil, fmt.Errorf("the program at %s refuses to answer: run kpng status on the machine of the program with a loopback address, or start the program with --expose-status", address)
 	case resp.StatusCode != http.StatusOK || !isJSON:
-		return nil, fmt.Errorf("the program at %s has no status page (HTTP status %d): it may be kube-proxy or an older kpng; --address selects another program", address, resp.StatusCode)
+		return nil, fmt.Errorf("the program at %s has no status page at /status (HTTP status %d): it may be kube-proxy or an older kpng; --address selects another program", address, resp.StatusCode)
 	}
 	return body, nil
 }
@@ -165,7 +165,7 @@ func printReport(to io.Writer, r *report.Report) error {
 	if r.Node != "" {
 		fmt.Fprintf(w, "node\t%s\n", r.Node)
 	}
-	fmt.Fprintf(w, "program\t%s\n", r.Program)
+	fmt.Fprintf(w, "program\t%s\n", orDash(r.Program))
 	state := "synced"
 	switch {
 	case !r.Source.Synced:
@@ -173,7 +173,10 @@ func printReport(to io.Writer, r *report.Report) error {
 	case r.Source.Stale:
 		state = "stale"
 	}
-	fmt.Fprintf(w, "source\t%s: %s, revision %d, last change %s\n", r.Source.Name, state, r.Source.Revision, ago(r.Source.LastChange))
+	if r.Source.Name != "" {
+		state = r.Source.Name + ": " + state
+	}
+	fmt.Fprintf(w, "source\t%s, revision %d, last change %s\n", state, r.Source.Revision, ago(r.Source.LastChange))
 	fmt.Fprintf(w, "objects\t%d services, %d slices, %d nodes\n", r.Source.Services, r.Source.Slices, r.Source.Nodes)
 	if c := r.Clients; c != nil {
 		behind := "none behind"

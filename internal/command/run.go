@@ -14,10 +14,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng"
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
-	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
@@ -25,7 +23,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"k8s.io/apimachinery/pkg/types"
 )
 
 // AddCleanup adds the flag --cleanup to the command that runs s, if s is a sink.Cleaner.
@@ -185,7 +182,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	}
 	page.Problems = parts.Problems
 	if parts.Counter != nil {
-		page.Traffic = trafficOf(parts.Counter)
+		page.Traffic = statuspage.TrafficOf(parts.Counter)
 	}
 	serving.Status, serving.Source = page, page.Source
 	err = serving.Run(ctx, p.Health, registry, run)
@@ -193,22 +190,6 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 		err = fmt.Errorf("%w; stop that process, run another instance, or wait for its end with --wait", err)
 	}
 	return err
-}
-
-// trafficOf returns the field Traffic of a statuspage.Handler.
-func trafficOf(c backends.Counter) func(context.Context, func(types.NamespacedName, report.Traffic) bool) error {
-	return func(ctx context.Context, yield func(types.NamespacedName, report.Traffic) bool) error {
-		return c.Stats(ctx, func(s backends.Stats) bool {
-			t := report.Traffic{
-				TrafficID:   report.TrafficID{Port: s.Port, Endpoint: s.Endpoint},
-				Connections: s.Connections, Active: s.Active, FromClients: s.FromClients, ToClients: s.ToClients,
-			}
-			if s.Protocol != 0 {
-				t.Protocol = s.Protocol.String()
-			}
-			return yield(s.Service, t)
-		})
-	}
 }
 
 // A proxy delivers the services of a node to sinks.

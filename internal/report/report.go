@@ -43,6 +43,7 @@ type Source struct {
 	Name       string    `json:"name,omitempty"`      // where the state comes from
 	Synced     bool      `json:"synced"`              // the source has delivered the whole state once
 	Stale      bool      `json:"stale"`               // the source lost its connection more than three minutes ago
+	Error      string    `json:"error,omitempty"`     // why the source delivers nothing now, if that is known
 	Revision   uint64    `json:"revision"`            // revision of the state; begins again after a restart
 	LastChange time.Time `json:"lastChange,omitzero"` // when the state last changed
 	Services   int       `json:"services"`            // services

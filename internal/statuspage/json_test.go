@@ -57,6 +57,7 @@ func complete() *statuspage.Handler {
 	})
 	state.SetSynced()
 	now, key := time.Now(), types.NamespacedName{Namespace: "default", Name: "web"}
+	state.SetSourceError(errors.New("no"))
 	return &statuspage.Handler{
 		Program: "v1", Source: "manifests", NodeName: here, State: state,
 		Health: func() health.Report { return health.Report{} },

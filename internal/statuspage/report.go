@@ -37,10 +37,12 @@ const (
 type present struct {
 	synced   bool
 	stale    bool
+	err      error             // of the source
 	snapshot *cluster.Snapshot // nil if the program has only views
 	commits  commits
 	update   *updates.Update // nil if the program has a state, or no views yet
 	node     *api.Node
+	isOwn    bool                            // node is the Node object
 	refused  map[types.NamespacedName]string // the reasons
 }
 
@@ -52,10 +54,10 @@ func (h *Handler) present(nodeName string) present {
 		p.synced = h.State.IsSynced()
 		p.snapshot = h.State.Snapshot()
 		p.commits = statesOf(p.snapshot).Revisions().Commits()
-		p.stale = p.snapshot.Stale
+		p.stale, p.err = p.snapshot.Stale, h.State.SourceError()
 		p.refused = maps.Collect(p.snapshot.Refused.All())
 		if node, ok := p.snapshot.Nodes.Get(nodeName); ok {
-			p.node = node
+			p.node, p.isOwn = node, true
 		}
 	case h.Client != nil:
 		p.update, p.stale, p.refused = updates.Read(h.Client.Source()), h.Client.Stale(), h.Client.Refused()
@@ -127,6 +129,9 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 		}
 	}
 	r.Problems = problems(r, p.refused)
+	if p.misnamed() {
+		r.Problems = append(r.Problems, fmt.Sprintf("the source has other Node objects, but none of %s, so its zone is unknown; is the name of the node right?", r.Node))
+	}
 	if h.Client != nil && h.Client.UsesFallback() {
 		r.Problems = append(r.Problems, "no kpng server answers; this program reads the API server itself")
 	}
@@ -147,14 +152,26 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 	return r
 }
 
+// misnamed reports that there are Node objects, but not that of the program's node. The name
+// may be wrong. If there are no Node objects, the report of the health decides.
+func (p *present) misnamed() bool {
+	return p.synced && p.snapshot != nil && p.node.Name != "" && !p.isOwn && p.snapshot.Nodes.Len() > 0
+}
+
 func problems(r *report.Report, refused map[types.NamespacedName]string) []string {
 	problems := []string{} // not nil, so that the JSON form is a list
 	add := func(format string, args ...any) { problems = append(problems, fmt.Sprintf(format, args...)) }
-	if !r.Source.Synced {
-		add("the source has not delivered the whole state yet")
+	reason := ""
+	if r.Source.Error != "" {
+		reason = ": " + r.Source.Error
 	}
-	if r.Source.Stale {
-		add("the source lost its connection; the state may be old")
+	switch {
+	case !r.Source.Synced:
+		add("the source has not delivered the whole state yet%s", reason)
+	case r.Source.Stale:
+		add("the source lost its connection; the state may be old%s", reason)
+	case reason != "":
+		add("the source delivers no changes%s", reason)
 	}
 	for i, key := range slices.SortedFunc(maps.Keys(refused), ordering.Keys) {
 		if i == maxRefused {
@@ -188,6 +205,9 @@ func problems(r *report.Report, refused map[types.NamespacedName]string) []strin
 
 func (h *Handler) source(p *present) report.Source {
 	s := report.Source{Name: h.Source, Synced: p.synced, Stale: p.stale, Refused: len(p.refused)}
+	if p.err != nil {
+		s.Error = p.err.Error()
+	}
 	switch {
 	case p.snapshot != nil:
 		s.Revision = p.snapshot.Revision

@@ -319,6 +319,59 @@ func TestReportOfStaleSource(t *testing.T) {
 	}
 }
 
+func TestReportHasErrorOfSource(t *testing.T) {
+	refused := errors.New("list services at API server 10.0.0.1: connection refused")
+	for _, test := range []struct {
+		synced, stale bool
+		want          string
+	}{
+		{false, false, "the source has not delivered the whole state yet: "},
+		{true, true, "the source lost its connection; the state may be old: "},
+		{true, false, "the source delivers no changes: "},
+	} {
+		state := cluster.New(cluster.Options{})
+		state.Update(func(tx *cluster.Tx) { tx.SetStale(test.stale) })
+		if test.synced {
+			state.SetSynced()
+		}
+		state.SetSourceError(refused)
+		h := &statuspage.Handler{State: state}
+		r := decode[report.Report](t, get(h, "output", "json"))
+		if want := []string{test.want + refused.Error()}; !slices.Equal(r.Problems, want) || r.Source.Error != refused.Error() {
+			t.Errorf("problems %q and error %q, want %q", r.Problems, r.Source.Error, want)
+		}
+		state.SetSourceError(nil)
+		if r := decode[report.Report](t, get(h, "output", "json")); r.Source.Error != "" {
+			t.Errorf("error %q of a source that works again", r.Source.Error)
+		}
+	}
+}
+
+func TestReportOfNodeWithoutObject(t *testing.T) {
+	for _, test := range []struct {
+		nodes   []string
+		name    string
+		problem bool
+	}{
+		{nil, here, false}, // manifests need no Node objects
+		{[]string{"vm-1", "vm-2"}, "vm-3", true},
+		{[]string{"vm-1", "vm-2"}, "vm-2", false},
+		{[]string{"vm-1"}, "", false}, // a server
+	} {
+		state := cluster.New(cluster.Options{})
+		state.Update(func(tx *cluster.Tx) {
+			for _, name := range test.nodes {
+				tx.SetNode(&api.Node{Name: name})
+			}
+		})
+		state.SetSynced()
+		r := decode[report.Report](t, get(&statuspage.Handler{NodeName: test.name, State: state}, "output", "json"))
+		if found := strings.Contains(strings.Join(r.Problems, " "), "none of "+test.name+","); found != test.problem {
+			t.Errorf("node %q of %q: problems %q", test.name, test.nodes, r.Problems)
+		}
+	}
+}
+
 func TestReportOfRefusedServices(t *testing.T) {
 	state := cluster.New(cluster.Options{MaxElements: 4})
 	key := func(i int) types.NamespacedName {

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/report"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -41,6 +42,22 @@ func (h *Handler) trafficOfPage(ctx context.Context, isFirst, isLast bool) (map[
 		h.pages.services = nil
 	}
 	return all, nil
+}
+
+// TrafficOf returns the field Handler.Traffic of a program with this counter.
+func TrafficOf(c backends.Counter) func(context.Context, func(types.NamespacedName, report.Traffic) bool) error {
+	return func(ctx context.Context, yield func(types.NamespacedName, report.Traffic) bool) error {
+		return c.Stats(ctx, func(s backends.Stats) bool {
+			t := report.Traffic{
+				TrafficID:   report.TrafficID{Port: s.Port, Endpoint: s.Endpoint},
+				Connections: s.Connections, Active: s.Active, FromClients: s.FromClients, ToClients: s.ToClients,
+			}
+			if s.Protocol != 0 {
+				t.Protocol = s.Protocol.String()
+			}
+			return yield(s.Service, t)
+		})
+	}
 }
 
 // traffic returns the traffic of each port of the selected services, sorted by port. If

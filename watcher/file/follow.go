@@ -174,6 +174,7 @@ func (f *follower) reload(ctx context.Context) {
 		f.log.Info("Manifests are valid again")
 	}
 	f.failure = failing
+	f.state.SetSourceError(err)
 	f.loaded(err)
 }
 

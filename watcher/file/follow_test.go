@@ -294,6 +294,9 @@ func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 	if want := path + ": document 1 (line 1): yaml: line 10: did not find expected node content"; err.Error() != want {
 		t.Errorf("error %q, want %q", err, want)
 	}
+	if err := x.state.SourceError(); err == nil || !strings.Contains(err.Error(), path) {
+		t.Errorf("source error %v", err)
+	}
 	put(t, path, named("b")+"oops: [")
 	x.awaitLoad(false)
 	if after := x.state.Snapshot().Revision; after != before {
@@ -303,6 +306,9 @@ func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 	put(t, path, named("b"))
 	x.awaitServices("b")
 	x.awaitLoad(true) // wait until the result is in the log
+	if err := x.state.SourceError(); err != nil {
+		t.Errorf("source error %v of a valid file", err)
+	}
 	x.stop()
 	if n := strings.Count(x.log.String(), "Cannot read manifests"); n != 1 {
 		t.Errorf("logged %d times:\n%s", n, x.log)

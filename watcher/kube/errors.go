@@ -7,7 +7,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/url"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -62,7 +64,7 @@ type reporter struct {
 func (r *reporter) request(ctx context.Context, verb string, err error) error {
 	switch {
 	case err == nil:
-		r.outcome(r.resource.Resource, true)
+		r.outcome(r.resource.Resource, nil)
 		if r.failing.Swap(false) {
 			klog.FromContext(ctx).Info("API server is reachable again", "verb", verb, "resource", r.resource.String())
 		}
@@ -78,7 +80,7 @@ func (r *reporter) request(ctx context.Context, verb string, err error) error {
 		return e
 	}
 	again := r.failing.Swap(true)
-	r.outcome(r.resource.Resource, false)
+	r.outcome(r.resource.Resource, e)
 	if !again || !isAbsent(r.resource, err) { // log once that the server is too old
 		klog.FromContext(ctx).Error(e, "Request to the API server failed; retrying")
 	}
@@ -96,22 +98,27 @@ const staleAfter = 3 * time.Minute
 // outage is the time since a request for a resource failed, or since its watch ended.
 type outage struct {
 	timer *time.Timer
-	long  bool // Options.StaleAfter has passed
+	long  bool  // Options.StaleAfter has passed
+	err   error // of the last request; nil if the watch ended and no request has failed yet
 }
 
-// outcome records whether a request for a resource succeeded, and updates the stale flag.
+// errWatchEnded is the outcome of a watch that ended, which is normal.
+var errWatchEnded = errors.New("watch ended")
+
+// outcome records the error of a request for a resource, or nil, and updates the stale flag.
 // The end of a watch counts as a failure until the next request succeeds. The flag does not
 // wait for the next request, because a reflector waits up to a minute before it.
-func (w *watch) outcome(resource string, ok bool) {
+func (w *watch) outcome(resource string, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	defer w.updateError()
 	o := w.outages[resource]
 	switch {
-	case ok && o != nil:
+	case err == nil && o != nil:
 		o.timer.Stop()
 		delete(w.outages, resource)
 		w.updateStale()
-	case !ok && o == nil:
+	case err != nil && o == nil:
 		o = &outage{}
 		o.timer = time.AfterFunc(cmp.Or(w.opts.StaleAfter, staleAfter), func() {
 			w.whileRunning(func() {
@@ -123,6 +130,21 @@ func (w *watch) outcome(resource string, ok bool) {
 		})
 		w.outages[resource] = o
 	}
+	if err != nil && err != errWatchEnded {
+		o.err = err
+	}
+}
+
+// updateError sets the state's source error to that of the first resource. The caller holds
+// w.mu.
+func (w *watch) updateError() {
+	for _, resource := range slices.Sorted(maps.Keys(w.outages)) {
+		if err := w.outages[resource].err; err != nil {
+			w.state.SetSourceError(err)
+			return
+		}
+	}
+	w.state.SetSourceError(nil)
 }
 
 // updateStale sets the state's stale flag. The caller holds w.mu.

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"errors"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -36,7 +37,11 @@ func TestLongOutageMakesStateStale(t *testing.T) {
 				for _, o := range test.outcomes {
 					resource := map[rune]string{'s': services, 'S': services, 'n': nodes, 'N': nodes}[o]
 					if o != '.' {
-						w.outcome(resource, o == 'S' || o == 'N')
+						var err error
+						if o == 's' || o == 'n' {
+							err = errWatchEnded
+						}
+						w.outcome(resource, err)
 					}
 					time.Sleep(30 * time.Second)
 					got += map[bool]string{true: "T", false: "F"}[w.state.Snapshot().Stale]
@@ -53,11 +58,29 @@ func TestLongOutageMakesStateStale(t *testing.T) {
 func TestEndedWatchLeavesStaleFlag(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWatch(t.Context(), cluster.New(cluster.Options{}), Options{})
-		w.outcome(services, false)
+		w.outcome(services, errWatchEnded)
 		w.close()
 		time.Sleep(time.Hour)
 		if w.state.Snapshot().Stale {
 			t.Error("the state became stale after the end of Watch")
 		}
 	})
+}
+
+func TestSourceErrorIsThatOfTheLastRequest(t *testing.T) {
+	w := newWatch(t.Context(), cluster.New(cluster.Options{}), Options{})
+	defer w.close()
+	refused, forbidden := errors.New("connection refused"), errors.New("forbidden")
+	for i, step := range []struct {
+		resource  string
+		err, want error
+	}{
+		{services, errWatchEnded, nil}, {services, refused, refused}, {nodes, forbidden, forbidden}, {services, errWatchEnded, forbidden},
+		{nodes, nil, refused}, {services, forbidden, forbidden}, {services, nil, nil}, {nodes, nil, nil},
+	} {
+		w.outcome(step.resource, step.err)
+		if got := w.state.SourceError(); got != step.want {
+			t.Errorf("step %d: source error %v, want %v", i, got, step.want)
+		}
+	}
 }

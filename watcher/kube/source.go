@@ -127,7 +127,7 @@ func (src *source) listWatch(r *reporter, store objectStore) listwatch.Plain {
 			}
 			return reportedWatch{watch, func() {
 				if ctx.Err() == nil {
-					r.outcome(src.resource.Resource, false)
+					r.outcome(src.resource.Resource, errWatchEnded)
 				}
 			}}, nil
 		},

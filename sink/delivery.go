@@ -122,18 +122,14 @@ func (p *delivery) takeLarge() (changes []updates.LargeChange) {
 	return changes
 }
 
-// hasNext reports whether the pass has a service left. Large services count only if the
-// argument large is true.
-func (p *delivery) hasNext(u *updates.Update, large bool) bool {
-	if large && len(p.large) > 0 {
-		return true
-	}
-	for key, view := range u.After(p.reached) {
-		if _, ahead := p.ahead[key]; !ahead && (large || view.Size < updates.LargeSize) {
+// hasNext reports whether the pass has a service left.
+func (p *delivery) hasNext(u *updates.Update) bool {
+	for key := range u.After(p.reached) {
+		if _, ahead := p.ahead[key]; !ahead {
 			return true
 		}
 	}
-	return false
+	return len(p.large) > 0
 }
 
 // size returns the size of the change, by the measure of [Options.BatchSize].

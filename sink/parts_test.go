@@ -115,7 +115,7 @@ func TestNextServicesOfAPass(t *testing.T) {
 		}
 	}}
 	p := &delivery{ahead: map[types.NamespacedName]struct{}{named("c"): {}}, large: map[types.NamespacedName]struct{}{}}
-	check := func(what string, changes []Change, more, wantMore, small, large bool, want string) {
+	check := func(what string, changes []Change, more, wantMore, left bool, want string) {
 		t.Helper()
 		var names []string
 		for _, c := range changes {
@@ -124,28 +124,28 @@ func TestNextServicesOfAPass(t *testing.T) {
 		if got := strings.Join(names, " "); got != want || more != wantMore {
 			t.Errorf("%s: %q, more %t; want %q, %t", what, got, more, want, wantMore)
 		}
-		if p.hasNext(u, false) != small || p.hasNext(u, true) != large {
-			t.Errorf("%s: it has small services: %t, any: %t; want %t, %t", what, p.hasNext(u, false), p.hasNext(u, true), small, large)
+		if p.hasNext(u) != left {
+			t.Errorf("%s: it has services left: %t", what, !left)
 		}
 	}
 	first := Change{Key: named("first")}
 	changes, more := p.appendNext(u, 1, 1000, []Change{first})
-	check("one service after another change", changes, more, true, true, true, "first a")
+	check("one service after another change", changes, more, true, true, "first a")
 	changes, more = p.appendNext(u, 9, 1, nil)
-	check("at least one service", changes, more, true, true, true, "b")
+	check("at least one service", changes, more, true, true, "b")
 	changes, more = p.appendNext(u, 9, 1000, nil)
-	check("the rest", changes, more, false, false, true, "d")
+	check("the rest", changes, more, false, true, "d")
 	if len(p.ahead) > 0 || len(p.large) != 1 {
 		t.Errorf("ahead: %v, large: %v", p.ahead, p.large)
 	}
 	p.large = map[types.NamespacedName]struct{}{}
-	check("only the large service is left", nil, false, false, false, true, "")
+	check("only the large service is left", nil, false, false, true, "")
 	p.ahead[named("l")] = struct{}{}
-	check("it has been delivered before", nil, false, false, false, false, "")
+	check("it has been delivered before", nil, false, false, false, "")
 	p.reached = named("z")
-	check("nothing is left", nil, false, false, false, false, "")
+	check("nothing is left", nil, false, false, false, "")
 	p.large[named("l")] = struct{}{}
-	check("the large service waits", nil, false, false, false, true, "")
+	check("the large service waits", nil, false, false, true, "")
 }
 
 // TestChangesAheadOfAPassAreLimited admits new services one after the other, while the pass

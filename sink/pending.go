@@ -30,9 +30,6 @@ type unacked struct {
 	reason reason
 	// The value of Change.Unsure in the next delivery.
 	unsure bool
-	// The service is isolated: a Sync of this service alone has failed as a whole, so the
-	// driver always delivers it alone.
-	alone bool
 	// The last revision at which the acknowledged view was the present view.
 	since uint64
 	// The oldest trigger time of the changes; zero if there is none.
@@ -48,9 +45,10 @@ type unacked struct {
 type reason uint8
 
 const (
-	queued  reason = iota // received from the source, not delivered yet
-	suspect               // delivered in a Sync that failed as a whole
-	failing               // the service itself failed
+	queued   reason = iota // received from the source, not delivered yet
+	suspect                // delivered in a Sync that failed as a whole
+	failing                // the service itself failed
+	isolated               // a Sync of this service alone failed as a whole, so it is always delivered alone
 	reasons
 )
 
@@ -68,14 +66,6 @@ func (s *unacked) computed(u *updates.Update) (c Change, err error) {
 		}
 	}()
 	return s.changeTo(u.View(s.key)), nil
-}
-
-// merge combines s with c, a later Change of the service. The result leads from the old
-// view of s to the new view of c.
-func (s *unacked) merge(c Change) Change {
-	merged := s.changeTo(c.New)
-	merged.TriggerTime = earlier(s.trigger, c.TriggerTime)
-	return merged
 }
 
 // pending holds the unacknowledged services. The time to find the due services does not
@@ -136,7 +126,7 @@ func (p *pending) remove(key types.NamespacedName) {
 
 func (p *pending) schedule(s *unacked) *btree.BTreeG[*unacked] {
 	switch {
-	case s.alone:
+	case s.reason == isolated:
 		return p.alone
 	case s.large:
 		return p.large
@@ -162,7 +152,7 @@ func (p *pending) trees() [3]*btree.BTreeG[*unacked] {
 }
 
 func (p *pending) dueAt(s *unacked) time.Time {
-	if s.alone {
+	if s.reason == isolated {
 		return later(s.retryAt, p.aloneAt)
 	}
 	return s.retryAt
@@ -182,9 +172,6 @@ func (p *pending) first(n int) []types.NamespacedName {
 	}
 	return keys
 }
-
-// hasDue reports whether a service that is neither large nor isolated is due.
-func (p *pending) hasDue(now time.Time) bool { return p.firstDue(p.small, now) != nil }
 
 // due calls yield with each service that is due, except large and isolated services, in
 // the order of retryAt. It stops if yield returns false.

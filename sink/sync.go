@@ -23,9 +23,11 @@ type batch struct {
 	Changes
 	// The services that Changes.Services yields.
 	services []Change
-	// True if the batch consists of one isolated service.
+	// True if the batch consists of one isolated service or the refused Node.
 	alone bool
 }
+
+func (b *batch) isEmpty() bool { return len(b.services) == 0 && !b.NodeChanged && !b.Last }
 
 // search is the state of the search for services that make a Sync fail as a whole.
 type search struct {
@@ -49,7 +51,7 @@ func (d *Driver) step(ctx context.Context) {
 	}
 	d.src.Advance(u)
 	b := d.compose(u)
-	if len(b.services) == 0 && !b.NodeChanged && !b.Last {
+	if b.isEmpty() {
 		if d.noted && u.Revision == d.position {
 			d.sourceFailed(ctx, errors.New("source signals a change but its update is empty"))
 			return
@@ -124,16 +126,28 @@ func (d *Driver) compose(u *updates.Update) batch {
 		b.Node, b.NodeChanged = d.node.acked, b.First
 	}
 	d.addChanges(u, &b)
+	// After a Sync of an isolated service, or after a Sync that failed as a whole, other
+	// services come first.
+	othersFirst := b.First || d.wasAlone || d.status.Failures > 0
 	switch {
-	case d.addAlone(u, &b):
+	case !othersFirst && d.addAlone(u, &b):
 	case d.search.limit == 1 && b.NodeChanged:
 		// Deliver the Node object without services, so that a failure has only one cause.
-	case d.addLarge(u, &b):
-	case d.pass != nil && !b.First && len(b.services) > 0 && !d.pass.yielded:
-		d.pass.yielded = true // deliver changes before the next batch of the pass
+	case d.largeWaited && d.addLarge(u, &b):
 	default:
-		d.addDue(u, &b)
+		if d.pass != nil && !b.First && len(b.services) > 0 && !d.pass.yielded {
+			d.pass.yielded = true // deliver changes before the next batch of the pass
+		} else {
+			d.addDue(u, &b)
+		}
+		// While other services are due, every second Sync delivers a large service. So every
+		// service waits for at most one large service, and each large service gets its turn.
+		d.largeWaited = d.pending.dueLarge(time.Now()) != nil
 	}
+	if b.isEmpty() && !d.addLarge(u, &b) {
+		d.addAlone(u, &b)
+	}
+	d.wasAlone = b.alone
 	for i := range b.services {
 		if c := &b.services[i]; voided {
 			c.Old, c.Unsure = nil, true
@@ -165,7 +179,8 @@ func (d *Driver) isVoided(u *updates.Update) (voided bool) {
 	return voided
 }
 
-// addChanges adds u's changes to b. Changes that have to wait become pending.
+// addChanges adds u's changes to b, except those of pending services and those that have to
+// wait. These become pending.
 func (d *Driver) addChanges(u *updates.Update, b *batch) {
 	changes := make([]Change, len(u.Changes))
 	for i, c := range u.Changes {
@@ -177,13 +192,9 @@ func (d *Driver) addChanges(u *updates.Update, b *batch) {
 	d.holdLarge(u.Large)
 	var wait []Change
 	for _, c := range changes {
-		s := d.pending.byKey[c.Key]
-		switch {
-		case d.search.limit > 0 || isLarge(&c) || s != nil && (s.alone || s.large || s.reason == queued):
+		if d.search.limit > 0 || d.pending.byKey[c.Key] != nil {
 			wait = append(wait, c)
-		case s != nil:
-			b.services = append(b.services, s.merge(c))
-		default:
+		} else {
 			b.services = append(b.services, c)
 		}
 	}
@@ -191,41 +202,31 @@ func (d *Driver) addChanges(u *updates.Update, b *batch) {
 }
 
 // addAlone makes b a batch of the refused Node or of one isolated service, if one of
-// them is due. After such a Sync, or after a Sync that failed as a whole, other waiting
-// services come first.
+// them is due.
 func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	now := time.Now()
-	node, s := d.node.failures > 0 && !d.node.retryAt.After(now), d.pending.dueAlone(now)
-	others := len(b.services) > 0 || d.pass != nil || d.pending.hasDue(now) || d.pending.dueLarge(now) != nil
-	if !node && s == nil || b.First || others && (d.wasAlone || d.status.Failures > 0) {
-		d.wasAlone = false
+	s := d.pending.dueAlone(now)
+	switch {
+	case d.node.failures > 0 && !d.node.retryAt.After(now):
+		d.hold(b.services)
+		b.Node, b.NodeChanged, b.services = u.Node, true, nil
+	case s != nil:
+		d.hold(b.services)
+		b.services = []Change{s.changeTo(u.View(s.key))}
+	default:
 		return false
 	}
-	d.hold(b.services)
-	if node {
-		b.Node, b.NodeChanged, b.services = u.Node, true, nil
-	} else {
-		b.services = []Change{s.changeTo(u.View(s.key))}
-	}
-	b.alone, d.wasAlone = true, true
+	b.alone = true
 	return true
 }
 
-// addLarge makes b a batch of one large service, if one is due. While other services or
-// a batch of the pass are also due, every second Sync delivers these instead. So every
-// service waits for at most one large service, and each large service gets its turn.
+// addLarge makes b a batch of one large service, if one is due.
 func (d *Driver) addLarge(u *updates.Update, b *batch) bool {
-	now := time.Now()
-	s := d.pending.dueLarge(now)
-	if s == nil || b.First {
-		return false
-	}
-	others := len(b.services) > 0 || d.pending.hasDue(now) || d.pass != nil && d.pass.hasNext(u, false)
-	if others && !d.largeWaited {
-		d.largeWaited = true
-		return false
-	}
 	d.largeWaited = false
+	s := d.pending.dueLarge(time.Now())
+	if s == nil {
+		return false
+	}
 	c, err := s.computed(u)
 	switch {
 	case err != nil:
@@ -242,62 +243,49 @@ func (d *Driver) addLarge(u *updates.Update, b *batch) bool {
 
 // addDue adds the due pending services and the next services of the pass to b.
 func (d *Driver) addDue(u *updates.Update, b *batch) {
-	changes := b.services
-	size, most := 0, d.search.limit
-	for i := range changes {
-		size += changes[i].size()
+	changes, size, most := len(b.services), 0, d.search.limit
+	for i := range b.services {
+		size += b.services[i].size()
 	}
 	room := max(d.opts.BatchSize-size, d.opts.BatchSize/2, 1)
 
 	// waiting is the number of pending services that are not in b and have not failed
 	// individually.
 	waiting := d.pending.count[queued] + d.pending.count[suspect]
-	for i := range changes {
-		if s := d.pending.byKey[changes[i].Key]; s != nil && s.reason != failing {
-			waiting--
-		}
-	}
-	queuedLeft := d.pending.count[queued]
 	var void []types.NamespacedName
+	full := false // only queued services are added
 	d.pending.due(time.Now(), func(s *unacked) bool {
-		if hasService(changes, s.key) {
+		if full && s.reason != queued {
 			return true
 		}
-		added := len(b.services) - len(changes)
-		if most > 0 && added == most {
-			return false
-		}
-		c := s.changeTo(u.View(s.key))
-		if added > 0 && c.size() > room && (most > 0 || s.reason != queued) {
-			return most == 0 && queuedLeft > 0 // true: continue, so that this Sync contains all queued services
-		}
-		if s.reason == queued {
-			queuedLeft--
+		c, added := s.changeTo(u.View(s.key)), len(b.services)-changes
+		switch {
+		case !c.Unsure && c.Old.Equal(c.New):
+			void = append(void, s.key)
+		case added > 0 && c.size() > room && s.reason != queued:
+			full = true
+			return true
+		default:
+			room -= c.size()
+			b.services = append(b.services, c)
+			added++
 		}
 		if s.reason != failing {
 			waiting--
 		}
-		if !c.Unsure && c.Old.Equal(c.New) {
-			void = append(void, s.key)
-			return true
-		}
-		room -= c.size()
-		b.services = append(b.services, c)
-		return true
+		return most == 0 || added < most
 	})
-	if len(void) > 0 {
-		d.update(func() {
-			for _, key := range void {
-				d.pending.remove(key)
-			}
-		})
-	}
+	d.update(func() {
+		for _, key := range void {
+			d.pending.remove(key)
+		}
+	})
 
 	if d.pass != nil {
 		d.pass.yielded = false
 		var more bool
-		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
-			more = d.pass.hasNext(u, true) // during the search, add no services of the pass
+		if d.pending.count[suspect] > 0 {
+			more = d.pass.hasNext(u) // during the search, add no services of the pass
 		} else {
 			b.services, more = d.pass.appendNext(u, most, room, b.services)
 		}
@@ -403,9 +391,7 @@ func (d *Driver) acknowledged(u *updates.Update, b *batch, failed Failed, notDel
 	for _, changes := range [...][]Change{b.services, notDelivered} {
 		for _, c := range changes {
 			if err, ok := failed[c.Key]; ok {
-				s := d.unacked(c, failing)
-				s.alone = false
-				d.fail(s, err, drawn)
+				d.fail(d.unacked(c, failing), err, drawn)
 			}
 		}
 	}
@@ -514,7 +500,7 @@ func (d *Driver) refused(u *updates.Update, b *batch, err error) {
 		if n == 0 {
 			d.refusedNode(err)
 		} else {
-			d.fail(d.unacked(b.services[0], failing), err, draw())
+			d.fail(d.unacked(b.services[0], isolated), err, draw())
 		}
 		// While no Sync succeeds, each failure of an isolated service makes all isolated
 		// services wait longer, because the dataplane itself may be the cause.
@@ -529,12 +515,11 @@ func (d *Driver) refused(u *updates.Update, b *batch, err error) {
 	repeated := d.status.Failures > 0 || d.search.limit > 0
 	culprit := n == 1 && repeated && !b.First && !b.Last && !b.NodeChanged
 	for _, c := range b.services {
-		s := d.unacked(c, suspect)
 		if culprit {
-			s.reason, s.alone = failing, true
-			d.fail(s, err, draw())
+			d.fail(d.unacked(c, isolated), err, draw())
 			continue
 		}
+		s := d.unacked(c, suspect)
 		s.retryAt = time.Now()
 		d.pending.put(s)
 	}
@@ -601,7 +586,7 @@ func (d *Driver) holdLarge(changes []updates.LargeChange) {
 }
 
 // unacked returns a copy of the record of c's service in d.pending, or a new record. A
-// record that is suspect or failing does not become queued.
+// record that is suspect or isolated does not become queued.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: updates.ViewOf(c.Old), unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {
@@ -616,8 +601,11 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 			}
 		}
 	}
-	if why != queued {
+	switch {
+	case why != queued:
 		s.reason, s.unsure = why, true
+	case s.reason == failing:
+		s.reason = queued
 	}
 	s.large = s.large || isLarge(&c)
 	s.trigger = earlier(s.trigger, c.TriggerTime)
@@ -671,7 +659,7 @@ func (d *Driver) begin() {
 	d.pending.aloneAt = old.aloneAt
 	for key, s := range old.byKey {
 		switch {
-		case s.alone:
+		case s.reason == isolated:
 			kept := *s
 			kept.old, kept.unsure, kept.since = updates.View{}, true, 0
 			d.pending.put(&kept)

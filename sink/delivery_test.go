@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -610,7 +611,6 @@ func TestPassesEndUnderAnyRateOfStartOver(t *testing.T) {
 	})
 }
 
-// A sink that calls StartOver in each Sync gets about ten passes in a second.
 // An update changes two failing services. Both are in one Sync, whatever the size of a batch.
 func TestFailingServicesThatChangeTogether(t *testing.T) {
 	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
@@ -625,6 +625,96 @@ func TestFailingServicesThatChangeTogether(t *testing.T) {
 		w.expectDelivered(skip,
 			"0s: dns none→[2] web [1]→[2]: service default/dns: dataplane is busy; service default/web: dataplane is busy",
 			"0s: dns none→[3] unsure web [1]→[3] unsure")
+	})
+}
+
+// Retries of one Sync are limited by BatchSize, in the order of their times. A failing
+// service that has changed since does not count as a retry.
+func TestRetriesAreLimitedByBatchSize(t *testing.T) {
+	a, b, c, d, e := key("a"), key("b"), key("c"), key("d"), key("e")
+	run(t, sink.Options{BatchSize: 5}, nil, func(w *world) { // two services with an endpoint, not three
+		w.src.MarkSynced()
+		w.waitApplied()
+		skip := len(w.rec.Syncs())
+		w.script.Add(sinkscript.FailServices(errBusy, a, b, c, d, e))
+		w.src.Set(view(a, 1), view(b, 1), view(c, 1), view(d), view(e, 1))
+		synctest.Wait()
+		release := make(chan struct{})
+		w.script.Add(sinkscript.Block(release))
+		w.src.Set(view(web, 2))
+		synctest.Wait()
+		w.src.Set(view(e, 2))
+		time.Sleep(200 * time.Millisecond)
+		close(release)
+		w.waitApplied()
+		busy := func(name string) string { return "service default/" + name + ": dataplane is busy" }
+		w.expectDelivered(skip,
+			"0s: a none→[1] b none→[1] c none→[1] d none→[] e none→[1]: "+
+				strings.Join([]string{busy("a"), busy("b"), busy("c"), busy("d"), busy("e")}, "; "),
+			"0s: web [1]→[2]",
+			"200ms: a none→[1] unsure b none→[1] unsure e none→[2] unsure",
+			"200ms: c none→[1] unsure d none→[] unsure")
+	})
+}
+
+// A service appears and disappears during a search. It is never delivered, and its
+// changes are no fault of the source.
+func TestServiceThatDisappearsDuringASearch(t *testing.T) {
+	a, b, z := key("a"), key("b"), key("z")
+	run(t, sink.Options{}, panicking(a), func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		skip := len(w.rec.Syncs())
+		waitForSyncs := func(n int) {
+			for len(w.rec.Syncs()) < skip+n {
+				time.Sleep(time.Millisecond)
+				synctest.Wait()
+			}
+		}
+		w.src.Set(view(a, 1), view(b, 1))
+		waitForSyncs(2)
+		w.src.Set(view(z, 1))
+		waitForSyncs(3)
+		w.src.Delete(z)
+		waitForSyncs(4)
+		status := w.driver.Status()
+		if len(status.PendingServices) != 1 || status.PendingServices[0] != a {
+			t.Errorf("pending services: %v", status.PendingServices)
+		}
+		if status.Err != nil {
+			t.Error(status.Err)
+		}
+		for _, line := range w.logged() {
+			if strings.Contains(line, "No update") {
+				t.Error(line)
+			}
+		}
+		if got := w.delivered(skip); strings.Contains(got, " z ") {
+			t.Errorf("the service was delivered:\n%s", got)
+		}
+	})
+}
+
+// A pass does not begin with an isolated service, which may fail again.
+func TestIsolatedServiceDoesNotBeginAPass(t *testing.T) {
+	poison := key("poison")
+	run(t, sink.Options{}, panicking(poison), func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.Set(view(poison, 1))
+		time.Sleep(time.Minute)
+		release := make(chan struct{})
+		w.script.Add(sinkscript.Block(release))
+		w.src.Set(view(web, 2))
+		time.Sleep(time.Minute) // the isolated service is due
+		skip := len(w.rec.Syncs())
+		w.driver.StartOver()
+		close(release)
+		synctest.Wait()
+		w.expectDelivered(skip,
+			"1m0s: web [1]→[2]",
+			"2m0s: full web none→[2] failing [default/poison]",
+			"2m0s: poison none→[1] unsure: sink panicked")
 	})
 }
 
@@ -810,6 +900,7 @@ func TestSyncsHaveTheRevision(t *testing.T) {
 	})
 }
 
+// A sink that calls StartOver in each Sync gets about ten passes in a second.
 func TestStartOverInEachSyncIsLimited(t *testing.T) {
 	for _, err := range []error{nil, errBusy} {
 		t.Run(fmt.Sprint(err), func(t *testing.T) {

@@ -1524,6 +1524,35 @@ func TestRecoveryIsLogged(t *testing.T) {
 	})
 }
 
+// A service fails in a batch of a pass, and works in a later one.
+func TestRecoveryWithinAPassIsLogged(t *testing.T) {
+	a, b, c := key("a"), key("b"), key("c")
+	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(view(a, 1), view(b, 1), view(c, 1))
+		w.script.Add(sinkscript.FailServices(errBusy, a))
+		w.script.Add(sinkscript.Repeat(2, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+			time.Sleep(time.Second)
+			return s.Sync(ctx, c)
+		})...)
+		w.src.MarkSynced()
+		time.Sleep(5 * time.Second)
+		w.waitApplied()
+		n := 0
+		for _, line := range w.logged() {
+			if strings.HasPrefix(line, `"Service works again"`) {
+				n++
+				if !strings.Contains(line, `"name"="a"`) || !strings.Contains(line, `"failures"=1`) {
+					t.Error(line)
+				}
+			}
+		}
+		if n != 1 {
+			t.Errorf("%d recoveries are logged", n)
+		}
+	})
+}
+
 func TestLog(t *testing.T) {
 	for _, tc := range []struct {
 		name string

@@ -165,6 +165,53 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 	}
 }
 
+// A large service whose turn comes has its old view again, or its view cannot be computed.
+// Then the same Sync delivers the other services, also those that failed.
+func TestTurnOfALargeServiceWithoutADelivery(t *testing.T) {
+	a, c, x := key("a"), key("c"), key("x")
+	for _, tc := range []struct {
+		name  string
+		again func(w *world)
+		want  []string
+	}{{
+		name:  "the old view",
+		again: func(w *world) { w.src.Set(large(a, 1), view(c, 3)) },
+	}, {
+		name: "no view",
+		again: func(w *world) {
+			w.src.PanicIn(a)
+			w.src.Set(view(c, 3))
+			time.AfterFunc(1010*time.Millisecond, func() { w.src.PanicIn(types.NamespacedName{}) })
+		},
+		want: []string{"2s: a [1]→[2] unsure"},
+	}} {
+		t.Run(tc.name, func(t *testing.T) {
+			run(t, sink.Options{}, nil, func(w *world) {
+				w.src.Delete(web)
+				w.src.Set(large(a, 1), view(c, 1), view(x, 1))
+				w.src.MarkSynced()
+				w.waitApplied()
+				skip := len(w.rec.Syncs())
+				w.script.Add(sinkscript.FailServices(errBusy, x))
+				w.script.Add(sinkscript.Repeat(2, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+					time.Sleep(time.Second)
+					return s.Sync(ctx, c)
+				})...)
+				w.src.Set(view(x, 2))
+				synctest.Wait()
+				w.src.Set(large(a, 2), view(c, 2))
+				synctest.Wait()
+				tc.again(w)
+				time.Sleep(5 * time.Second)
+				w.waitApplied()
+				w.expectDelivered(skip, append([]string{
+					"0s: x [1]→[2]: service default/x: dataplane is busy", "0s: c [1]→[2]", "1s: c [2]→[3] x [1]→[2] unsure",
+				}, tc.want...)...)
+			})
+		})
+	}
+}
+
 // In a FullState, no two services have the same claim, although a small service gets an
 // address before the large service that loses the address is delivered.
 func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {

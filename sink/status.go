@@ -135,7 +135,7 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 			log.Info("Synced", "pass", !result.PassStart.IsZero(), "services", result.Services, "revision", d.position, "took", result.Duration)
 		}
 	}
-	if (result.Err == nil || len(failed) > 0) && d.failedSyncs > 0 && (d.pass == nil || result.Passed) && d.search.limit == 0 {
+	if (result.Err == nil || len(failed) > 0) && d.failedSyncs > 0 && (result.PassStart.IsZero() || result.Passed) && d.search.limit == 0 {
 		log.Info("Sync works again", "failures", d.failedSyncs)
 		d.failedSyncs = 0
 	}

@@ -8,15 +8,17 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Source is a [sinktest.Source] that a test can make fail, and whose node it can read.
 type Source struct {
 	*sinktest.Source
 
-	mu   sync.Mutex
-	err  error
-	node *api.Node
+	mu     sync.Mutex
+	err    error
+	panics types.NamespacedName
+	node   *api.Node
 }
 
 // NewSource returns a source that has no services and no node, and is not synced.
@@ -27,6 +29,13 @@ func (s *Source) Fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.err = err
+}
+
+// PanicIn makes the computation of the view of one service panic. The zero key stops that.
+func (s *Source) PanicIn(key types.NamespacedName) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.panics = key
 }
 
 // SetNode sets the node. It has no effect if the present node is equal.
@@ -51,5 +60,17 @@ func (s *Source) Next() (*updates.Update, error) {
 	if s.err != nil {
 		return nil, s.err
 	}
-	return s.Source.Next()
+	u, err := s.Source.Next()
+	if u != nil {
+		view := u.View
+		u.View = func(key types.NamespacedName) *api.View {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if key == s.panics {
+				panic("no view")
+			}
+			return view(key)
+		}
+	}
+	return u, err
 }

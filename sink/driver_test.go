@@ -1045,6 +1045,50 @@ func TestObserver(t *testing.T) {
 	})
 }
 
+// A result is nil or a *Failed if the sink acknowledges, even if its error wraps a *Failed. The
+// end of a Sync is progress, also if the Sync reads no service and fails.
+func TestResultsOfSyncs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		src := sinktest.NewSource()
+		src.MarkSynced()
+		var results []error
+		var result error
+		s := sink.Func(func(context.Context, *sink.Changes) error {
+			time.Sleep(time.Second)
+			return result
+		})
+		d := sink.NewDriver(src, s, sink.Options{Observer: sink.Observer{Synced: func(r sink.SyncResult) { results = append(results, r.Err) }}})
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+		ended := make(chan error)
+		go func() { ended <- d.Run(ctx) }()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		change := func(n byte, err error) error {
+			result, results = err, nil
+			src.Set(view(web, n))
+			time.Sleep(1010 * time.Millisecond)
+			synctest.Wait()
+			if s := d.Status(); len(results) != 1 || !s.SyncingSince.IsZero() || time.Since(s.LastProgress) != 10*time.Millisecond {
+				t.Fatalf("%d Syncs, the last progress was %v ago", len(results), time.Since(s.LastProgress))
+			}
+			return results[0]
+		}
+		if err := change(1, &sink.Failed{web: nil}); err != nil {
+			t.Errorf("a *Failed with a nil error: %v", err)
+		}
+		if err, ok := change(2, fmt.Errorf("write: %w", &sink.Failed{web: errBusy})).(*sink.Failed); !ok || len(*err) != 1 {
+			t.Errorf("a wrapped *Failed: %v", err)
+		}
+		result = nil
+		time.Sleep(time.Minute)
+		if err := change(3, errBusy); !errors.Is(err, errBusy) {
+			t.Errorf("another error: %v", err)
+		}
+		cancel()
+		<-ended
+	})
+}
+
 func TestRunEndsWithCauseOfContext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		src := sinktest.NewSource()

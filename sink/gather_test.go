@@ -104,6 +104,53 @@ func TestChangesOneAfterTheOtherAreNotGathered(t *testing.T) {
 	})
 }
 
+// TestPausesAfterChangesAtTheSameTime makes each change immediately after the previous Sync.
+// Each Sync takes 10 ms. A pause follows a Sync with two changes, and the next 15 Syncs. No
+// pause follows a pass.
+func TestPausesAfterChangesAtTheSameTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const took = 10 * time.Millisecond
+		var began time.Time
+		src := sinktest.NewSource()
+		src.Set(manyViews(10)...)
+		src.MarkSynced()
+		d := sink.NewDriver(src, sink.Func(func(context.Context, *sink.Changes) error {
+			began = time.Now()
+			time.Sleep(took)
+			return nil
+		}), sink.Options{})
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+		ended := make(chan error)
+		go func() { ended <- d.Run(ctx) }()
+		if err := d.WaitSynced(ctx); err != nil {
+			t.Fatal(err)
+		}
+		n := byte(0)
+		change := func(what string, want time.Duration, keys ...types.NamespacedName) {
+			t.Helper()
+			at := time.Now()
+			n++
+			for _, k := range keys {
+				src.Set(view(k, n))
+			}
+			if err := d.WaitApplied(ctx, src.Revision()); err != nil {
+				t.Fatal(err)
+			}
+			if got := began.Sub(at); got != want {
+				t.Errorf("%s: the change waits for %v, want %v", what, got, want)
+			}
+		}
+		change("after a pass", 0, web)
+		change("after one change", 0, web, dns)
+		for range 16 {
+			change("after two changes at the same time", took, web)
+		}
+		change("after 16 single changes", 0, web)
+		cancel()
+		<-ended
+	})
+}
+
 // TestFirstChangeDoesNotWaitForTheInterval checks Options.MinInterval: the first change after a
 // quiet time is delivered immediately, and the next ones together after the interval.
 func TestFirstChangeDoesNotWaitForTheInterval(t *testing.T) {

@@ -368,7 +368,7 @@ func (d *Driver) pause(b *batch, took time.Duration) time.Duration {
 		return d.opts.MinInterval
 	}
 	d.gather--
-	if d.pass == nil && (len(b.services) > 1 || isClosed(d.src.Changed())) {
+	if d.pass == nil && len(b.services) > 1 {
 		d.gather = gatherSyncs
 	}
 	if d.gather = max(d.gather, 0); d.gather == 0 || d.immediate {
@@ -380,7 +380,7 @@ func (d *Driver) pause(b *batch, took time.Duration) time.Duration {
 // hopeful reports whether a service that the sink reads counts as progress. After many
 // failures in a row, such a read does not count, because the sink does not work at all.
 func (d *Driver) hopeful() bool {
-	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
+	return d.status.Failures <= d.search.patience
 }
 
 func (d *Driver) progressed() { d.progress.Store(int64(time.Since(d.created))) }

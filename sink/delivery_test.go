@@ -900,6 +900,24 @@ func TestSyncsHaveTheRevision(t *testing.T) {
 	})
 }
 
+// Each time that a sink starts over, the backoff begins again.
+func TestStartOverAfterACompletePassIsNotDelayed(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		for n := range byte(8) {
+			w.script.Add(sinkscript.Fail(sink.ErrStartOver))
+			begin := time.Now()
+			w.src.Set(view(web, n+2))
+			w.waitApplied()
+			if took := time.Since(begin); took > 100*time.Millisecond {
+				t.Errorf("a change is applied after %v", took)
+			}
+			time.Sleep(time.Hour)
+		}
+	})
+}
+
 // A sink that calls StartOver in each Sync gets about ten passes in a second.
 func TestStartOverInEachSyncIsLimited(t *testing.T) {
 	for _, err := range []error{nil, errBusy} {

@@ -525,6 +525,34 @@ func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 }
 
 // The latency of a failed service counts from its oldest unacknowledged change.
+// A service fails, works in a pass, and fails again later in the same pass. It counts as one
+// failure.
+func TestBackoffOfServiceBeginsAgainWithinAPass(t *testing.T) {
+	a, b := key("a"), key("b")
+	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(view(a, 1), view(b, 1))
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.script.Add(sinkscript.Repeat(5, sinkscript.FailServices(errBusy, a))...)
+		w.src.Set(view(a, 2))
+		time.Sleep(2 * time.Second)
+		if failing := w.driver.Status().Failing; len(failing) != 1 || failing[0].Failures != 5 {
+			t.Fatalf("failing: %v", failing)
+		}
+		release := make(chan struct{})
+		w.driver.StartOver()
+		w.script.Add(func(_ context.Context, c *sink.Changes, s sink.Sink) error { return nil }, sinkscript.Block(release), sinkscript.FailServices(errBusy, a))
+		synctest.Wait()
+		w.src.Set(view(a, 3))
+		close(release)
+		synctest.Wait()
+		if failing := w.driver.Status().Failing; len(failing) != 1 || failing[0].Failures != 1 {
+			t.Errorf("failing: %v", failing)
+		}
+	})
+}
+
 func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 	var latencies []time.Duration
 	opts := sink.Options{Observer: sink.Observer{Applied: func(l time.Duration) { latencies = append(latencies, l) }}}
@@ -920,6 +948,36 @@ func TestNodeIsDeliveredWhenTheDataplaneWorksAgain(t *testing.T) {
 			if s.Err == nil && s.Node == nil && (len(slices.Collect(s.Services)) > 0 || !w.rec.Syncs()[i+1].NodeChanged) {
 				t.Errorf("Sync %d of %d has no Node", i, len(w.rec.Syncs()))
 			}
+		}
+	})
+}
+
+// The first Sync that succeeds after a failure makes the driver deliver a refused Node again.
+func TestRefusedNodeIsRetriedWhenTheDataplaneWorksAgain(t *testing.T) {
+	var refuses atomic.Bool
+	refuses.Store(true)
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		if c.Node != nil && refuses.Load() {
+			return errBusy
+		}
+		return nil
+	})
+	runWith(t, sink.Options{}, backoff(time.Minute, time.Hour), s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.SetNode(&api.Node{Name: "n"})
+		time.Sleep(20 * time.Minute)
+		w.script.Add(sinkscript.Fail(errBusy))
+		w.src.Set(view(web, 2))
+		synctest.Wait()
+		refuses.Store(false)
+		if w.driver.Status().NodeErr == nil {
+			t.Fatal("the sink does not refuse the Node")
+		}
+		time.Sleep(5 * time.Minute)
+		synctest.Wait()
+		if status := w.driver.Status(); status.Pending != 0 || status.NodeErr != nil {
+			t.Errorf("status %+v", status)
 		}
 	})
 }

@@ -415,13 +415,10 @@ func (d *Driver) acknowledged(u *updates.Update, b *batch, failed Failed, notDel
 	}
 	d.recovered()
 	d.search.aloneFailures, d.pending.aloneAt = 0, time.Time{}
-	if d.pass == nil || b.Last {
-		d.search.restarts = 0
-	}
 	if len(b.services) > 0 {
 		d.search.limit *= 2
 	}
-	if d.search.limit >= d.opts.BatchSize || d.pending.count[suspect] == 0 {
+	if d.pending.count[suspect] == 0 {
 		d.search.limit = 0
 	}
 	d.status.Syncs++
@@ -429,6 +426,7 @@ func (d *Driver) acknowledged(u *updates.Update, b *batch, failed Failed, notDel
 	case b.Last:
 		d.status.Passes++
 		d.status.LastPass = d.status.LastSync
+		d.search.restarts = 0
 		d.endPass()
 	case d.pass != nil:
 		d.pass.begun = true

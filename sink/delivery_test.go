@@ -900,6 +900,248 @@ func TestSyncsHaveTheRevision(t *testing.T) {
 	})
 }
 
+// A second pass is requested while a pass runs. A wait that began before the request ends
+// with the first pass, and the second one does not wait for MinInterval.
+func TestWaitAppliedEndsWithItsPass(t *testing.T) {
+	run(t, sink.Options{MinInterval: time.Minute}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		time.Sleep(time.Minute)
+		first, second := make(chan struct{}), make(chan struct{})
+		w.script.Add(sinkscript.Block(first), sinkscript.Block(second))
+		w.driver.StartOver()
+		waited := make(chan error, 1)
+		go func() { waited <- w.driver.WaitApplied(w.Context(), w.src.Revision()) }()
+		synctest.Wait()
+		w.driver.StartOver()
+		close(first)
+		time.Sleep(100 * time.Millisecond)
+		synctest.Wait()
+		if s := w.driver.Status(); len(waited) != 1 || s.Passes != 2 || s.SyncingSince.IsZero() {
+			t.Errorf("ended: %t, %d passes, the second one runs: %t", len(waited) == 1, s.Passes, !s.SyncingSince.IsZero())
+		}
+		close(second)
+	})
+}
+
+// A sink reports a failure of a service that the pass has not reached. The retry delivers it,
+// and the pass does not deliver it again.
+func TestFailureOfAServiceThatThePassHasNotReached(t *testing.T) {
+	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(view(key("a"), 1), view(key("b"), 1), view(key("c"), 1), view(key("d"), 1))
+		w.script.Add(sinkscript.FailServices(errBusy, key("c")), func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+			time.Sleep(time.Second)
+			return s.Sync(ctx, c)
+		})
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.expectDelivered(0, "0s: first a none→[1]: service default/c: dataplane is busy", "0s: b none→[1] unsure", "1s: last c none→[1] unsure d none→[1] unsure")
+	})
+}
+
+// A Sync fails as a whole, and its changes are acknowledged later. A service that changed after
+// them holds only the later revision back.
+func TestRevisionAfterAFailedSync(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.script.Add(sinkscript.Fail(errBusy), sinkscript.FailServices(errBusy, dns))
+		w.src.Set(view(web, 2))
+		revision := w.src.Revision()
+		synctest.Wait()
+		w.src.Set(view(dns, 1))
+		time.Sleep(100 * time.Millisecond)
+		synctest.Wait()
+		if s := w.driver.Status(); s.Revision != revision || len(s.Failing) != 1 {
+			t.Errorf("revision %d, want %d; failing %v", s.Revision, revision, s.Failing)
+		}
+	})
+}
+
+// The dataplane fails for an hour while there are several isolated services. Together they
+// make one attempt in each interval of the backoff.
+func TestIsolatedServicesWaitTogether(t *testing.T) {
+	broken := false
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		if broken {
+			return errBusy
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		broken = true
+		w.src.Set(manyViews(12)...)
+		time.Sleep(10 * time.Minute)
+		synctest.Wait()
+		before := len(w.rec.Syncs())
+		time.Sleep(50 * time.Minute)
+		synctest.Wait()
+		s := w.driver.Status()
+		if n := len(w.rec.Syncs()) - before; n < 90 || n > 101 || len(s.Failing) != 12 || s.Err == nil {
+			t.Errorf("%d attempts, %d services are failing, error %v", n, len(s.Failing), s.Err)
+		}
+	})
+}
+
+// The Node, or the end of a pass, makes Syncs with one service fail. The service is not isolated.
+func TestServiceIsNotIsolatedBecauseOfOtherCauses(t *testing.T) {
+	for name, fails := range map[string]func(c *sink.Changes) bool{
+		"the Node":          func(c *sink.Changes) bool { return c.Node != nil },
+		"the end of a pass": func(c *sink.Changes) bool { return c.Last },
+	} {
+		t.Run(name, func(t *testing.T) {
+			broken := false
+			s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+				if broken && fails(c) {
+					return errBusy
+				}
+				return nil
+			})
+			run(t, sink.Options{BatchSize: 1}, s, func(w *world) {
+				w.src.Set(view(dns, 1))
+				w.src.MarkSynced()
+				w.waitApplied()
+				w.script.Add(func(context.Context, *sink.Changes, sink.Sink) error {
+					broken = true
+					w.src.SetNode(&api.Node{Name: "n"})
+					w.src.Set(view(web, 2))
+					return nil
+				})
+				w.src.Set(view(dns, 2))
+				synctest.Wait()
+				w.driver.StartOver()
+				for range 100 {
+					time.Sleep(10 * time.Millisecond)
+					synctest.Wait()
+					if failing := w.driver.Status().Failing; len(failing) > 0 {
+						t.Fatalf("failing: %v", failing)
+					}
+				}
+				if s := w.driver.Status(); s.Pending > 0 || s.Err == nil && s.NodeErr == nil {
+					t.Errorf("status %+v", s)
+				}
+			})
+		})
+	}
+}
+
+// Services change when a refused Node is due. They are delivered after the Node.
+func TestChangeWhenARefusedNodeIsDue(t *testing.T) {
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		if c.Node != nil {
+			return errBusy
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.SetNode(&api.Node{Name: "n"})
+		time.Sleep(time.Minute)
+		release := make(chan struct{})
+		w.script.Add(sinkscript.Block(release))
+		w.src.Set(view(web, 2))
+		time.Sleep(time.Minute)
+		w.src.Set(view(dns, 1))
+		before := len(w.rec.Syncs())
+		close(release)
+		synctest.Wait()
+		if v, _ := w.viewOf(dns); describe(v) != "[1]" || len(w.rec.Syncs()) != before+3 {
+			t.Errorf("dns has %s after %d Syncs", describe(v), len(w.rec.Syncs())-before)
+		}
+	})
+}
+
+// A Sync has changes and at least one retry, even if the retry is larger than BatchSize.
+func TestChangesDoNotDelayALargerRetry(t *testing.T) {
+	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		skip := len(w.rec.Syncs())
+		release := make(chan struct{})
+		w.script.Add(sinkscript.FailServices(errBusy, dns), sinkscript.Block(release))
+		w.src.Set(view(dns, 1))
+		synctest.Wait()
+		w.src.Set(view(web, 2))
+		time.Sleep(200 * time.Millisecond)
+		w.src.Set(view(web, 3))
+		close(release)
+		w.waitApplied()
+		w.expectDelivered(skip, "0s: dns none→[1]: service default/dns: dataplane is busy", "0s: web [1]→[2]", "200ms: dns none→[1] unsure web [2]→[3]")
+	})
+}
+
+// The sink refuses the Node, and later a Sync fails once. Its retry does not wait for the retry
+// of the Node, and the end of a pass that fails is no failure of the Node.
+func TestRefusedNodeBesideOtherFailures(t *testing.T) {
+	errNode := errors.New("cannot use this node")
+	lastFails := false
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		switch {
+		case c.Node != nil:
+			return errNode
+		case c.Last && lastFails:
+			return errBusy
+		}
+		return nil
+	})
+	runWith(t, sink.Options{}, backoff(time.Minute, time.Hour), s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.SetNode(&api.Node{Name: "n"})
+		time.Sleep(20 * time.Minute)
+		w.src.Set(view(web, 2)) // ends the failures in a row
+		time.Sleep(5 * time.Minute)
+		w.script.Add(sinkscript.Fail(errBusy))
+		w.src.Set(view(web, 3))
+		time.Sleep(2 * time.Minute)
+		synctest.Wait()
+		if v, _ := w.viewOf(web); describe(v) != "[3]" {
+			t.Errorf("web has %s", describe(v))
+		}
+		lastFails = true
+		w.driver.StartOver()
+		for range 60 {
+			time.Sleep(time.Minute)
+			synctest.Wait()
+			if err := w.driver.Status().NodeErr; !errors.Is(err, errNode) {
+				t.Fatalf("the error of the Node is %v", err)
+			}
+		}
+		if w.driver.Status().Passes != 1 {
+			t.Error("the pass has ended")
+		}
+	})
+}
+
+// A service and the Node change in one update, and the service makes Syncs fail.
+func TestNodeIsNotRefusedBecauseOfAService(t *testing.T) {
+	poison := key("poison")
+	run(t, sink.Options{}, panicking(poison), func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.script.Add(func(context.Context, *sink.Changes, sink.Sink) error {
+			w.src.SetNode(&api.Node{Name: "n"})
+			w.src.Set(view(poison, 1), view(dns, 1))
+			return nil
+		})
+		w.src.Set(view(web, 2))
+		for range 100 {
+			time.Sleep(10 * time.Millisecond)
+			synctest.Wait()
+			if err := w.driver.Status().NodeErr; err != nil {
+				t.Fatal(err)
+			}
+		}
+		if v, _ := w.viewOf(dns); describe(v) != "[1]" || !w.rec.Node().Equal(w.src.Node()) {
+			t.Errorf("dns has %s, node %v", describe(v), w.rec.Node())
+		}
+	})
+}
+
 // Each time that a sink starts over, the backoff begins again.
 func TestStartOverAfterACompletePassIsNotDelayed(t *testing.T) {
 	run(t, sink.Options{}, nil, func(w *world) {

@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
@@ -260,5 +261,22 @@ func TestChangesBeforeAPassIsPrepared(t *testing.T) {
 		}
 		cancel()
 		<-ended
+	})
+}
+
+// The source loses changes during a pass. So the next pass does not wait for a preparation.
+func TestPassAfterLostChangesIsNotPrepared(t *testing.T) {
+	s := &preparing{ready: make(chan struct{})}
+	s.Func = func(context.Context, *sink.Changes) error { return nil }
+	run(t, sink.Options{}, s, func(w *world) {
+		w.script.Add(sinkscript.Fail(errBusy))
+		w.src.MarkSynced()
+		synctest.Wait()
+		w.src.Reset()
+		time.Sleep(time.Second)
+		synctest.Wait()
+		if passes := w.driver.Status().Passes; passes != 2 || s.prepared != 0 {
+			t.Errorf("%d passes after %d preparations, want 2 and none", passes, s.prepared)
+		}
 	})
 }

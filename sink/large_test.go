@@ -212,6 +212,21 @@ func TestTurnOfALargeServiceWithoutADelivery(t *testing.T) {
 	}
 }
 
+// A large service makes Syncs fail. It is isolated and retried with backoff.
+func TestLargeServiceMakesSyncPanic(t *testing.T) {
+	a := key("a")
+	run(t, sink.Options{}, panicking(a), func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.Set(large(a, 1))
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if n, failing := len(w.rec.Syncs()), w.driver.Status().Failing; n < 100 || n > 150 || len(failing) != 1 {
+			t.Errorf("%d Syncs in an hour; failing: %v", n, failing)
+		}
+	})
+}
+
 // In a FullState, no two services have the same claim, although a small service gets an
 // address before the large service that loses the address is delivered.
 func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {

@@ -85,7 +85,10 @@ func (d *Driver) step(ctx context.Context) {
 			d.begin()
 		})
 	default:
-		d.update(func() { d.refused(u, &b, result.Err) })
+		d.update(func() {
+			d.refused(&b, result.Err)
+			d.position = u.Revision
+		})
 	}
 	d.report(ctx, result, failed)
 }
@@ -205,16 +208,15 @@ func (d *Driver) addChanges(u *updates.Update, b *batch) {
 // them is due.
 func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	now := time.Now()
-	s := d.pending.dueAlone(now)
-	switch {
-	case d.node.failures > 0 && !d.node.retryAt.After(now):
-		d.hold(b.services)
-		b.Node, b.NodeChanged, b.services = u.Node, true, nil
-	case s != nil:
-		d.hold(b.services)
-		b.services = []Change{s.changeTo(u.View(s.key))}
-	default:
+	node, s := d.node.failures > 0 && !d.node.retryAt.After(now), d.pending.dueAlone(now)
+	if !node && s == nil {
 		return false
+	}
+	d.hold(b.services)
+	if node {
+		b.Node, b.NodeChanged, b.services = u.Node, true, nil
+	} else {
+		b.services = []Change{s.changeTo(u.View(s.key))}
 	}
 	b.alone = true
 	return true
@@ -445,12 +447,8 @@ func (d *Driver) dropTaken(acked []Change, failed Failed) {
 		if _, ok := failed[acked[i].Key]; ok {
 			continue
 		}
-		if records := d.pending.takenBy(&acked[i]); len(records) > 0 {
-			d.update(func() {
-				for _, s := range records {
-					d.pending.put(s)
-				}
-			})
+		for _, s := range d.pending.takenBy(&acked[i]) {
+			d.update(func() { d.pending.put(s) })
 		}
 	}
 }
@@ -491,9 +489,11 @@ func (d *Driver) notDelivered(ctx context.Context, u *updates.Update, b *batch, 
 // The method refused records that the sink acknowledged nothing of b because of err. The
 // driver delivers the same batch once more, and then halves of it, until one service is
 // left. If a Sync of this service fails too, the service is the cause.
-func (d *Driver) refused(u *updates.Update, b *batch, err error) {
+func (d *Driver) refused(b *batch, err error) {
 	n := len(b.services)
-	d.node.unsure = d.node.unsure || b.NodeChanged && d.node.pending
+	if b.NodeChanged {
+		d.node.unsure = true
+	}
 	if b.alone {
 		if n == 0 {
 			d.refusedNode(err)
@@ -504,7 +504,6 @@ func (d *Driver) refused(u *updates.Update, b *batch, err error) {
 		// services wait longer, because the dataplane itself may be the cause.
 		d.search.aloneFailures++
 		d.pending.aloneAt = time.Now().Add(d.backoff.wait(d.search.aloneFailures, draw()))
-		d.position = u.Revision
 		if d.status.Failures == 0 {
 			d.recovered()
 		}
@@ -525,16 +524,14 @@ func (d *Driver) refused(u *updates.Update, b *batch, err error) {
 		d.search.limit = max(n/2, 1)
 	}
 	switch {
-	case repeated && n == 0 && d.node.pending && d.node.failures == 0:
+	case n == 0 && d.node.pending && d.node.failures == 0:
 		d.refusedNode(err)
-		culprit = true
 	case b.First:
 		d.node.failures = 0 // a Sync without the pending Node fails, too
 	}
 	if culprit && d.pending.count[suspect] == 0 {
 		d.search.limit = 0
 	}
-	d.position = u.Revision
 	d.backOff(err, 2*bits.Len(uint(n)/2))
 }
 

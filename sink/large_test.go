@@ -133,6 +133,38 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 			"0s: c [1]→[1]", "0s: a none→[1] unsure",
 		},
 	}, {
+		name: "a large service that appears or changes after its delivery in a pass has a known old view",
+		opts: sink.Options{BatchSize: 2},
+		test: func(w *world) {
+			w.script.Add(sinkscript.Repeat(4, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+				time.Sleep(time.Second)
+				return s.Sync(ctx, c)
+			})...)
+			w.src.MarkSynced()
+			time.Sleep(3500 * time.Millisecond) // b is being delivered
+			w.src.Set(large(a, 2))
+			time.Sleep(time.Second)
+			w.waitApplied()
+			w.src.Set(large(key("e"), 1))
+		},
+		want: []string{
+			"0s: first c none→[1]", "1s: d none→[1] unsure", "2s: a none→[1] unsure", "3s: b none→[1] unsure",
+			"4s: a [1]→[2]", "4s: last", "4.5s: e none→[1]",
+		},
+	}, {
+		name: "a large service that fails in the Sync of another one is repeated alone",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.script.Add(sinkscript.FailServices(errBusy, a, c))
+			w.src.Set(view(c, 2))
+		},
+		want: []string{
+			"0s: first c none→[1] d none→[1]", "0s: a none→[1] unsure", "0s: b none→[1] unsure", "0s: last",
+			"0s: c [1]→[2]: service default/a: dataplane is busy; service default/c: dataplane is busy",
+			"100ms: c [1]→[2] unsure", "100ms: a [1]→[1] unsure",
+		},
+	}, {
 		name: "a large service that fails is repeated alone",
 		test: func(w *world) {
 			w.src.MarkSynced()

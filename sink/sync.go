@@ -523,14 +523,8 @@ func (d *Driver) refused(b *batch, err error) {
 	if repeated {
 		d.search.limit = max(n/2, 1)
 	}
-	switch {
-	case n == 0 && d.node.pending && d.node.failures == 0:
+	if n == 0 && d.node.pending && d.node.failures == 0 {
 		d.refusedNode(err)
-	case b.First:
-		d.node.failures = 0 // a Sync without the pending Node fails, too
-	}
-	if culprit && d.pending.count[suspect] == 0 {
-		d.search.limit = 0
 	}
 	d.backOff(err, 2*bits.Len(uint(n)/2))
 }

@@ -213,9 +213,9 @@ func TestTurnOfALargeServiceWithoutADelivery(t *testing.T) {
 		again: func(w *world) {
 			w.src.PanicIn(a)
 			w.src.Set(view(c, 3))
-			time.AfterFunc(1010*time.Millisecond, func() { w.src.PanicIn(types.NamespacedName{}) })
+			time.AfterFunc(2100*time.Millisecond, func() { w.src.PanicIn(types.NamespacedName{}) })
 		},
-		want: []string{"2s: a [1]→[2] unsure"},
+		want: []string{"2.2s: a [1]→[2] unsure"},
 	}} {
 		t.Run(tc.name, func(t *testing.T) {
 			run(t, sink.Options{}, nil, func(w *world) {

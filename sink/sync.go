@@ -645,7 +645,6 @@ func (d *Driver) begin() {
 	}
 	old := d.pending
 	d.pending = newPending()
-	d.pending.aloneAt = old.aloneAt
 	for key, s := range old.byKey {
 		switch {
 		case s.reason == isolated:

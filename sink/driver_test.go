@@ -1110,10 +1110,11 @@ func TestResultsOfSyncs(t *testing.T) {
 		src := sinktest.NewSource()
 		src.MarkSynced()
 		var results []error
-		var result error
+		var result atomic.Pointer[error]
+		result.Store(new(error))
 		s := sink.Func(func(context.Context, *sink.Changes) error {
 			time.Sleep(time.Second)
-			return result
+			return *result.Load()
 		})
 		d := sink.NewDriver(src, s, sink.Options{Observer: sink.Observer{Synced: func(r sink.SyncResult) { results = append(results, r.Err) }}})
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
@@ -1122,7 +1123,8 @@ func TestResultsOfSyncs(t *testing.T) {
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		change := func(n byte, err error) error {
-			result, results = err, nil
+			results = nil
+			result.Store(&err)
 			src.Set(view(web, n))
 			time.Sleep(1010 * time.Millisecond)
 			synctest.Wait()
@@ -1137,8 +1139,9 @@ func TestResultsOfSyncs(t *testing.T) {
 		if err, ok := change(2, fmt.Errorf("write: %w", &sink.Failed{web: errBusy})).(*sink.Failed); !ok || len(*err) != 1 {
 			t.Errorf("a wrapped *Failed: %v", err)
 		}
-		result = nil
+		result.Store(new(error))
 		time.Sleep(time.Minute)
+		synctest.Wait()
 		if err := change(3, errBusy); !errors.Is(err, errBusy) {
 			t.Errorf("another error: %v", err)
 		}

@@ -106,8 +106,8 @@ func TestChangesOneAfterTheOtherAreNotGathered(t *testing.T) {
 }
 
 // TestPausesAfterChangesAtTheSameTime makes each change immediately after the previous Sync.
-// Each Sync takes 10 ms. A pause follows a Sync with two changes, and the next 15 Syncs. No
-// pause follows a pass.
+// Each Sync takes 10 ms. A pause follows a Sync with two changes, or with one change while
+// another one waits, and the next 15 Syncs. No pause follows a pass.
 func TestPausesAfterChangesAtTheSameTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const took = 10 * time.Millisecond
@@ -147,6 +147,10 @@ func TestPausesAfterChangesAtTheSameTime(t *testing.T) {
 			change("after two changes at the same time", took, web)
 		}
 		change("after 16 single changes", 0, web)
+		src.Set(view(web, n+1))
+		synctest.Wait()
+		n++
+		change("during a Sync", 2*took, dns)
 		cancel()
 		<-ended
 	})

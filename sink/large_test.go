@@ -149,7 +149,7 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 		},
 		want: []string{
 			"0s: first c none→[1]", "1s: d none→[1] unsure", "2s: a none→[1] unsure", "3s: b none→[1] unsure",
-			"4s: a [1]→[2]", "4s: last", "4.5s: e none→[1]",
+			"4s: last", "4s: a [1]→[2]", "4.5s: e none→[1]",
 		},
 	}, {
 		name: "a large service that fails in the Sync of another one is repeated alone",
@@ -257,6 +257,41 @@ func TestLargeServiceMakesSyncPanic(t *testing.T) {
 			t.Errorf("%d Syncs in an hour; failing: %v", n, failing)
 		}
 	})
+}
+
+// A pass ends although a large service changes during each Sync, and even if the large service
+// fails.
+func TestPassEndsWhileALargeServiceChanges(t *testing.T) {
+	a := key("a")
+	for _, tc := range []struct {
+		name  string
+		fails bool
+		want  []string
+	}{
+		{"changes", false, []string{"0s: a none→[2] unsure", "0s: last", "0s: a [2]→[4]"}},
+		{"fails", true, []string{"0s: a none→[2] unsure: service default/a: dataplane is busy", "0s: last failing [default/a]", "0s: a none→[4] unsure"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			run(t, sink.Options{}, nil, func(w *world) {
+				n := byte(1)
+				w.script.Add(sinkscript.Repeat(3, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+					n++
+					w.src.Set(large(a, n))
+					for change := range c.Services {
+						if tc.fails && change.Key == a {
+							return &sink.Failed{a: errBusy}
+						}
+					}
+					return s.Sync(ctx, c)
+				})...)
+				w.src.Set(large(a, 1))
+				w.src.MarkSynced()
+				synctest.Wait()
+				w.waitApplied()
+				w.expectDelivered(0, append([]string{"0s: first web none→[1]"}, tc.want...)...)
+			})
+		})
+	}
 }
 
 // In a FullState, no two services have the same claim, although a small service gets an

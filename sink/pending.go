@@ -185,6 +185,19 @@ func (p *pending) dueLarge(now time.Time) *unacked { return p.firstDue(p.large, 
 // dueAlone returns an isolated service that is due, or nil if there is none.
 func (p *pending) dueAlone(now time.Time) *unacked { return p.firstDue(p.alone, now) }
 
+// acknowledgedLarge returns the number of queued large services of which the sink has
+// acknowledged a view. They do not delay the end of a pass, because they may change all the
+// time.
+func (p *pending) acknowledgedLarge() (n int) {
+	p.large.Ascend(func(s *unacked) bool {
+		if s.reason == queued && !s.unsure {
+			n++
+		}
+		return true
+	})
+	return n
+}
+
 // firstDue returns the first service of a tree if it is due, or nil.
 func (p *pending) firstDue(tree *btree.BTreeG[*unacked], now time.Time) *unacked {
 	if s, ok := tree.Min(); ok && !p.dueAt(s).After(now) {
@@ -261,11 +274,12 @@ func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
 	}
 }
 
-// keys returns the sorted keys of all services except those in delivered.
-func (p *pending) keys(delivered []Change) []types.NamespacedName {
+// unsure returns the sorted keys of all services whose last delivery the sink has not
+// acknowledged, except those in delivered.
+func (p *pending) unsure(delivered []Change) []types.NamespacedName {
 	var keys []types.NamespacedName
-	for key := range p.byKey {
-		if !hasService(delivered, key) {
+	for key, s := range p.byKey {
+		if s.unsure && !hasService(delivered, key) {
 			keys = append(keys, key)
 		}
 	}

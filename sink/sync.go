@@ -295,11 +295,14 @@ func (d *Driver) addDue(u *updates.Update, b *batch) {
 			d.holdLarge(d.pass.takeLarge())
 			more = true
 		}
+		if !more && waiting > 0 {
+			waiting -= d.pending.acknowledgedLarge()
+		}
 		b.Last = !more && waiting == 0 && (most != 1 || len(b.services) == 0)
 	}
 	slices.SortFunc(b.services, func(a, b Change) int { return ordering.Keys(a.Key, b.Key) })
 	if b.Last {
-		b.Failing = d.pending.keys(b.services)
+		b.Failing = d.pending.unsure(b.services)
 	}
 }
 
@@ -370,7 +373,7 @@ func (d *Driver) pause(b *batch, took time.Duration) time.Duration {
 		return d.opts.MinInterval
 	}
 	d.gather--
-	if d.pass == nil && len(b.services) > 1 {
+	if d.pass == nil && (len(b.services) > 1 || isClosed(d.src.Changed())) {
 		d.gather = gatherSyncs
 	}
 	if d.gather = max(d.gather, 0); d.gather == 0 || d.immediate {
@@ -574,8 +577,8 @@ func (d *Driver) holdLarge(changes []updates.LargeChange) {
 	})
 }
 
-// unacked returns a copy of the record of c's service in d.pending, or a new record. A
-// record that is suspect or isolated does not become queued.
+// unacked returns a copy of the record of c's service in d.pending, or a new record. Of
+// the records that are not queued, only small failing ones become queued.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: updates.ViewOf(c.Old), unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {
@@ -593,7 +596,7 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 	switch {
 	case why != queued:
 		s.reason, s.unsure = why, true
-	case s.reason == failing:
+	case s.reason == failing && !s.large:
 		s.reason = queued
 	}
 	s.large = s.large || isLarge(&c)

@@ -62,6 +62,8 @@ type endpointReport struct {
 	// If this endpoint is a duplicate, Preferred names the EndpointSlice of the endpoint
 	// that is used instead.
 	Preferred string `json:",omitempty"`
+
+	ports []api.EndpointPort // of the slice
 }
 
 // Explain returns the same view as [View], with the reasons for all decisions.
@@ -152,6 +154,7 @@ func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target
 		TargetPort: target,
 		Internal:   m.list(t.pol.internalLocal),
 		External:   m.list(t.pol.externalLocal),
+		ports:      slice.Ports,
 	}
 	if t.pol.externalLocal {
 		e.ShortCircuit = m.shortCircuit()

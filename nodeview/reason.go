@@ -36,7 +36,7 @@ var reasonTexts = [...]string{
 	outOtherNodes:  "hinted for other nodes",
 	outOtherZones:  "hinted for other zones",
 	outNotHere:     "not on this node",
-	outNoPort:      "its slice does not serve the port",
+	outNoPort:      "its slice has no port of the same name and protocol",
 	outDuplicate:   "another entry with its address and port is preferred",
 	outNoWeight:    "its weight is zero",
 	outFamily:      "the service is not served in its family",

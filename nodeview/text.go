@@ -23,7 +23,7 @@ func (e *Explanation) String() string {
 		e.lists[i].text(&b)
 	}
 	section(&b, "endpoints on no list", e.skipped, func(ep *endpointReport) {
-		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.Internal)
+		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.why(ep.Internal))
 	})
 	section(&b, "draining: no new connections, existing ones are left alone", e.View.Draining, func(ep *api.Endpoint) {
 		fmt.Fprintf(&b, "  %s\n", ep.Key())
@@ -107,11 +107,7 @@ func (e *endpointReport) text(b *strings.Builder) {
 		if r.In() {
 			in = "in"
 		}
-		fmt.Fprintf(b, "    %-14s %-3s  %s", list, in, r)
-		if r == outDuplicate {
-			fmt.Fprintf(b, ": that of slice %s", e.Preferred)
-		}
-		b.WriteByte('\n')
+		fmt.Fprintf(b, "    %-14s %-3s  %s\n", list, in, e.why(r))
 	}
 	if e.Internal == e.External && (e.ShortCircuit == 0 || e.ShortCircuit == e.Internal) {
 		why("every list", e.Internal)
@@ -121,6 +117,30 @@ func (e *endpointReport) text(b *strings.Builder) {
 	why("external", e.External)
 	if e.ShortCircuit != 0 {
 		why("short circuit", e.ShortCircuit)
+	}
+}
+
+// why describes a reason with the facts of this endpoint.
+func (e *endpointReport) why(r reason) string {
+	switch {
+	case r == outDuplicate:
+		return fmt.Sprintf("%s: that of slice %s", r, e.Preferred)
+	case r == outNoPort && len(e.ports) > 0:
+		const most = 5
+		var has []string
+		for _, p := range e.ports[:min(most, len(e.ports))] {
+			name := fmt.Sprintf("%q/%s", p.Name, p.Protocol)
+			if p.Port == 0 {
+				name += " without a number"
+			}
+			has = append(has, name)
+		}
+		if more := len(e.ports) - most; more > 0 {
+			has = append(has, fmt.Sprintf("%d more", more))
+		}
+		return fmt.Sprintf("%s; it has %s", r, strings.Join(has, ", "))
+	default:
+		return r.String()
 	}
 }
 

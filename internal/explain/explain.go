@@ -9,6 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
@@ -39,6 +41,12 @@ func (q Question) Explain(s *cluster.Snapshot, node *api.Node) iter.Seq2[*nodevi
 			return nodeview.Explain(s.WithWinners(state), node), state.Service != nil
 		},
 		refused: s.Refused.Get,
+		hasEndpoint: func(key types.NamespacedName, addr netip.Addr) bool {
+			state, _ := s.States.Get(key)
+			return state != nil && slices.ContainsFunc(state.Slices, func(slice *api.EndpointSlice) bool {
+				return slices.ContainsFunc(slice.Endpoints, func(ep api.SliceEndpoint) bool { return ep.Addr == addr })
+			})
+		},
 	})
 }
 
@@ -56,6 +64,10 @@ func (q Question) ExplainViews(u *updates.Update, node *api.Node) iter.Seq2[*nod
 			return nodeview.ExplainView(view, node), true
 		},
 		refused: func(types.NamespacedName) (string, bool) { return "", false },
+		hasEndpoint: func(key types.NamespacedName, addr netip.Addr) bool {
+			view := u.View(key)
+			return view != nil && slices.ContainsFunc(view.Endpoints, func(ep api.Endpoint) bool { return ep.Addr == addr })
+		},
 	})
 }
 
@@ -68,6 +80,8 @@ type services struct {
 	explain func(types.NamespacedName) (e *nodeview.Explanation, exists bool)
 	// refused returns the reason why a service is refused.
 	refused func(types.NamespacedName) (string, bool)
+	// hasEndpoint reports whether a service has an endpoint at an address.
+	hasEndpoint func(types.NamespacedName, netip.Addr) bool
 }
 
 func keysOf[V any](services iter.Seq2[types.NamespacedName, V]) iter.Seq[types.NamespacedName] {
@@ -117,9 +131,12 @@ func (s *services) named(key types.NamespacedName) (*nodeview.Explanation, error
 // that use the address with other ports. If the node's addresses are unknown, it lists
 // services that have the port as a node port.
 func (q Question) notFound(s *services) error {
-	var there, nodePorts []string
+	var there, nodePorts, endpointOf []string
 	samePort := Question{nodePorts: api.FamilyOf(q.addr), port: q.port, protocol: q.protocol}
 	for e := range (Question{}).answers(s) {
+		if s.hasEndpoint(e.Service, q.addr) {
+			endpointOf = append(endpointOf, e.Service.String())
+		}
 		for _, f := range e.Frontends {
 			switch k := f.FrontendKey; {
 			case (Question{addr: q.addr}).matches(k, s.node):
@@ -130,8 +147,10 @@ func (q Question) notFound(s *services) error {
 		}
 	}
 	const most = 10
-	if len(there) > most {
-		there = append(there[:most], fmt.Sprintf("and %d more", len(there)-most))
+	for _, list := range []*[]string{&there, &endpointOf} {
+		if len(*list) > most {
+			*list = append((*list)[:most], fmt.Sprintf("and %d more", len(*list)-most))
+		}
 	}
 	switch bracketed := brackets(q.address()); {
 	case bracketed != "":
@@ -140,6 +159,9 @@ func (q Question) notFound(s *services) error {
 		return fmt.Errorf("no service is served at %s; addresses of node %s are unknown, and %s", q.address(), s.node.Name, strings.Join(nodePorts, ", "))
 	case len(there) > 0:
 		return fmt.Errorf("no service is served at %s; the address has: %s", q.address(), strings.Join(there, ", "))
+	}
+	if len(endpointOf) > 0 {
+		return fmt.Errorf("no service is served at %s; the address is an endpoint of: %s", q.address(), strings.Join(endpointOf, ", "))
 	}
 	if q.nodePorts == 0 {
 		q = Question{addr: q.addr} // the address has no service at all

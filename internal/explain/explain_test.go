@@ -28,7 +28,11 @@ func newState() *cluster.State {
 	state.Update(func(tx *cluster.Tx) {
 		tx.SetNode(node)
 		for i, name := range []string{"default/dns", "default/web", "kube-system/dns"} {
-			tx.SetService(sinktest.Service(name, fmt.Sprintf("10.0.0.%d a=53:%d b=53/UDP", i+1, 30000+i)))
+			service := sinktest.Service(name, fmt.Sprintf("10.0.0.%d a=53:%d b=53/UDP", i+1, 30000+i))
+			tx.SetService(service)
+			for _, slice := range sinktest.Slices(service, "10.5.0.1@here "+fmt.Sprintf("10.5.1.%d@here", i)) {
+				tx.SetSlice(slice)
+			}
 		}
 		tx.SetSlice(&api.EndpointSlice{Namespace: "default", Name: "lone-1", ServiceName: "lone", Family: api.IPv4})
 		large := &api.Service{Namespace: "default", Name: "large", Type: api.ClusterIP}
@@ -81,6 +85,8 @@ func TestAnswers(t *testing.T) {
 		{"10.0.0.1:54", "no service is served at 10.0.0.1:54; the address has: ClusterIP 10.0.0.1:53/TCP of default/dns, ClusterIP 10.0.0.1:53/UDP of default/dns"},
 		{"10.0.0.9:53", "no service is served at 10.0.0.9"},
 		{"fd00::1:53", "no service is served at fd00::1:53, which is an address without a port; with a port, write [fd00::1]:53"},
+		{"10.5.1.1:8080", "no service is served at 10.5.1.1:8080; the address is an endpoint of: default/web"},
+		{"10.5.0.1", "no service is served at 10.5.0.1; the address is an endpoint of: default/dns, default/web, kube-system/dns"},
 		{"missing", "service default/missing not found"},
 		{"lone", "service default/lone not found"},
 		{"large", "service default/large is refused: too large: it needs 21 elements, more than the limit of 20: 21 of addresses × ports, 0 of endpoints × ports, 0 source ranges; it is not served"},

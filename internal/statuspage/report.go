@@ -354,6 +354,12 @@ func (h *Handler) service(ctx context.Context, q query) *report.ServiceReport {
 			s.Explanation, s.Text = e, e.String()
 		}
 	}
+	if s.Explanation == nil && p.snapshot != nil {
+		if state, ok := p.snapshot.States.Get(key); ok { // only slices: the page lists their changes
+			s.Explanation = nodeview.Explain(state, p.node)
+			s.Text = s.Explanation.String()
+		}
+	}
 	if h.Sinks == nil {
 		return s
 	}

@@ -511,6 +511,18 @@ func TestServicesArePaged(t *testing.T) {
 	}
 }
 
+// A service of which only EndpointSlices are known is among the changes, so it has a page.
+func TestServiceWithSlicesOnly(t *testing.T) {
+	state := newState(1, 1)
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetSlice(&api.EndpointSlice{Namespace: "default", Name: "other-1", ServiceName: "other", Family: api.IPv4})
+	})
+	w := get(&statuspage.Handler{NodeName: here, State: state}, "service", "other", "output", "json")
+	if w.Code != 200 || !strings.Contains(w.Body.String(), "not selected, but slices refer to it") {
+		t.Errorf("status %d: %s", w.Code, w.Body)
+	}
+}
+
 func TestInvalidQueries(t *testing.T) {
 	h := &statuspage.Handler{State: newState(1, 1)}
 	for _, test := range []struct {

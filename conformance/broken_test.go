@@ -328,7 +328,7 @@ func runFailingCases(t *testing.T, subject *sinkSubject, f fault) Matrix {
 	for _, section := range sections {
 		for _, c := range section.cases {
 			if opts.Cases.MatchString(c.name) {
-				matrix = append(matrix, k.runFamilies(t.Context(), section.name, c)...)
+				matrix = append(matrix, k.runFamilies(t, section.name, c)...)
 			}
 		}
 	}

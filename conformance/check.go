@@ -103,7 +103,7 @@ func names(persons []person) string {
 func (s *scene) mustRefuse(from person, to netip.AddrPort) {
 	for _, protocol := range s.protocols {
 		if answer, err := s.ask(from, protocol, to, s.opts.Patience); !world.Refused(err) {
-			s.failf("%s must be refused: answer %v, error %v", describe(from, protocol, to), answer, err)
+			s.must(unexpected(describe(from, protocol, to)+" must be refused", answer, err))
 		}
 	}
 }
@@ -120,13 +120,22 @@ func (s *scene) mustDrop(from person, to ...netip.AddrPort) {
 				if !world.TimedOut(err) {
 					mu.Lock()
 					defer mu.Unlock()
-					wrong = fmt.Errorf("%s must be dropped: answer %v, error %w", describe(from, protocol, to), answer, err)
+					wrong = unexpected(describe(from, protocol, to)+" must be dropped", answer, err)
 				}
 			})
 		}
 	}
 	group.Wait()
 	s.must(wrong)
+}
+
+// unexpected returns an error: something was required, but there was an answer, or an error
+// if err is not nil.
+func unexpected(required string, answer world.Answer, err error) error {
+	if err == nil {
+		err = fmt.Errorf("answer from %s", answer.Name)
+	}
+	return fmt.Errorf("%s: %w", required, err)
 }
 
 // mustIgnore asserts that the proxy does not handle connections. Unhandled connections

@@ -7,6 +7,7 @@ package conformance
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/conformance/internal/reference"
+	"github.com/kpng-project/kpng/conformance/internal/world"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
@@ -101,5 +103,25 @@ func TestFailureShowsOutputOfProxy(t *testing.T) {
 	k := &kit{subject: idleProxy{}, process: idleProxy{}}
 	if err := k.awaitProgrammed(t.Context()); err == nil || !strings.Contains(err.Error(), "unknown flag: --colour") {
 		t.Errorf("error %v, want one with the output of the proxy", err)
+	}
+}
+
+// TestMessagesOfAFailure checks the reason and the log of a failed case.
+func TestMessagesOfAFailure(t *testing.T) {
+	c := testCase{needs: []Feature{NodePorts, HealthChecks}}
+	if got := c.needed(); got != "(needs: node ports, health-check node ports) " {
+		t.Errorf("needed features: %q", got)
+	}
+	if got := (testCase{}).needed(); got != "" {
+		t.Errorf("no needed features: %q", got)
+	}
+	if got := unexpected("it must be dropped", world.Answer{Name: "beyond"}, nil).Error(); got != "it must be dropped: answer from beyond" {
+		t.Errorf("an unexpected answer: %s", got)
+	}
+	if err := unexpected("it must be dropped", world.Answer{}, os.ErrClosed); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("an unexpected error: %v", err)
+	}
+	if got := lastLines(strings.Repeat("old\n", 9) + strings.Repeat("new\n", 20)); got != strings.TrimSpace(strings.Repeat("new\n", 20)) {
+		t.Errorf("last lines: %q", got)
 	}
 }

@@ -95,7 +95,7 @@ func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 		t.Run(section.name, func(t *testing.T) {
 			for _, c := range cases {
 				t.Run(c.name, func(t *testing.T) {
-					results := k.runFamilies(t.Context(), section.name, c)
+					results := k.runFamilies(t, section.name, c)
 					for _, r := range results {
 						if r.Outcome == Failed {
 							t.Errorf("%s%s", r.familyPrefix(), r.Reason)
@@ -149,6 +149,10 @@ type kit struct {
 	localhost bool
 	// scenes counts the scenes. A case has one scene per family.
 	scenes int
+	// output is the end of the output of the proxy when the last case failed. logged is true
+	// after a failed case with output, because only the first one logs it.
+	output string
+	logged bool
 }
 
 func newKit(t *testing.T, subject Subject, opts Options) *kit {
@@ -256,11 +260,17 @@ func (k *kit) awaitProgrammed(ctx context.Context) error {
 	}
 	err := await(ctx)
 	if err != nil && k.process != nil {
-		if output := k.process.Output(); output != "" {
+		if output := lastLines(k.process.Output()); output != "" {
 			return fmt.Errorf("%w; output of the proxy:\n%s", err, output)
 		}
 	}
 	return err
+}
+
+// lastLines returns the last 20 lines of a text.
+func lastLines(text string) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	return strings.Join(lines[max(len(lines)-20, 0):], "\n")
 }
 
 // publish publishes objects. If objects has no nodes, it adds the default nodes. If the
@@ -296,8 +306,9 @@ func (k *kit) nodes() []*corev1.Node {
 	return nodes
 }
 
-// runFamilies runs a case for each IP family.
-func (k *kit) runFamilies(ctx context.Context, section string, c testCase) []Result {
+// runFamilies runs a case for each IP family. If it is the first case that fails, it logs
+// what the proxy printed last.
+func (k *kit) runFamilies(t *testing.T, section string, c testCase) []Result {
 	families := k.families()
 	if c.runsOnce {
 		families = []api.Family{0}
@@ -305,7 +316,7 @@ func (k *kit) runFamilies(ctx context.Context, section string, c testCase) []Res
 	var results []Result
 	for _, family := range families {
 		start := time.Now()
-		err := k.runCase(ctx, c, family)
+		err := k.runCase(t.Context(), c, family)
 		r := Result{Section: section, Case: c.name, Family: family, Took: time.Since(start)}
 		lacks, supported := k.supports(c)
 		var missing unavailableError
@@ -317,7 +328,11 @@ func (k *kit) runFamilies(ctx context.Context, section string, c testCase) []Res
 		case err == nil:
 			r.Outcome, r.Reason = UnsupportedPassed, lacks
 		case supported:
-			r.Outcome, r.Reason = Failed, err.Error()
+			r.Outcome, r.Reason = Failed, c.needed()+err.Error()
+			if !k.logged && k.output != "" && !strings.Contains(r.Reason, k.output) {
+				t.Logf("%slast output of the proxy:\n%s", r.familyPrefix(), k.output)
+			}
+			k.logged = k.logged || k.output != ""
 		default:
 			r.Outcome, r.Reason = Unsupported, lacks
 		}
@@ -375,6 +390,19 @@ type testCase struct {
 	// runsOnce is true for a case that does not depend on the IP family.
 	runsOnce bool
 	run      func(*scene)
+}
+
+// needed lists the required features, for the message of a failure. A proxy that lacks one
+// of them declares it in Options.Unsupported.
+func (c testCase) needed() string {
+	if len(c.needs) == 0 {
+		return ""
+	}
+	var names []string
+	for _, feature := range c.needs {
+		names = append(names, string(feature))
+	}
+	return fmt.Sprintf("(needs: %s) ", strings.Join(names, ", "))
 }
 
 // section contains the cases for a section of docs/reference/semantics.md.

@@ -96,6 +96,9 @@ func (s *scene) addCleanup(f func() error) { s.undo = append(s.undo, f) }
 
 // cleanUp calls the registered functions and removes the objects of the case.
 func (s *scene) cleanUp() {
+	if s.kit.output = ""; s.err != nil && s.process != nil {
+		s.kit.output = lastLines(s.process.Output())
+	}
 	for _, f := range slices.Backward(s.undo) {
 		if err := f(); err != nil && s.err == nil {
 			s.err = err

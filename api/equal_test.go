@@ -60,7 +60,7 @@ func testEqual[T any](t *testing.T, ignored map[string]bool, equal func(a, b *T)
 // walk visits v and all its parts, innermost first.
 func walk(v reflect.Value, path string, visit func(path string, v reflect.Value)) {
 	switch v.Interface().(type) {
-	case netip.Addr, netip.Prefix, time.Time:
+	case netip.Addr, netip.Prefix, time.Time, IPSet:
 		visit(path, v)
 		return
 	}
@@ -88,6 +88,9 @@ func fill(v reflect.Value) {
 		return
 	case netip.Prefix:
 		v.Set(reflect.ValueOf(netip.MustParsePrefix("192.0.2.0/24")))
+		return
+	case IPSet:
+		v.Set(reflect.ValueOf(NewIPSet(netip.MustParseAddr("192.0.2.1"))))
 		return
 	case time.Time:
 		v.Set(reflect.ValueOf(time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)))
@@ -118,6 +121,10 @@ func change(v reflect.Value) {
 		return
 	case netip.Prefix:
 		v.Set(reflect.ValueOf(netip.PrefixFrom(x.Addr(), x.Bits()+1)))
+		return
+	case IPSet:
+		x.Add(netip.MustParseAddr("192.0.2.2"))
+		v.Set(reflect.ValueOf(x))
 		return
 	case time.Time:
 		v.Set(reflect.ValueOf(x.Add(time.Second)))

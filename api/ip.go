@@ -3,6 +3,7 @@
 package api
 
 import (
+	"encoding/json"
 	"fmt"
 	"iter"
 	"net/netip"
@@ -61,71 +62,104 @@ func (f *Family) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// IPSet holds addresses by family. V4 has IPv4 addresses and V6 has IPv6 addresses, in
-// the order in which they were added. No address is IPv4-mapped or has a zone.
+// IPSet holds addresses, IPv4 before IPv6. Addresses of one family have the order in
+// which they were added. No address is IPv4-mapped or has a zone. An IPSet is a value like
+// a netip.Addr: copies share memory, and == compares the addresses and their order.
 type IPSet struct {
-	V4 []netip.Addr `json:",omitempty"`
-	V6 []netip.Addr `json:",omitempty"`
+	// packed has the bytes of each address after their number, 4 or 16. A service has
+	// several sets, most of them empty, so their size counts.
+	packed string
 }
 
 // NewIPSet returns a set of the given addresses. Addresses of one family keep their
-// order. NewIPSet unmaps IPv4-mapped addresses and drops duplicates.
+// order. NewIPSet unmaps IPv4-mapped addresses, removes zones, and drops duplicates.
 func NewIPSet(addrs ...netip.Addr) IPSet {
-	var s IPSet
+	var v4, v6 []byte
 	var seen distinct.Set[netip.Addr]
 	for _, a := range addrs {
-		if a = a.Unmap(); a.IsValid() && seen.Add(a) {
-			s.append(a)
+		switch a = a.Unmap().WithZone(""); {
+		case !a.IsValid() || !seen.Add(a):
+		case a.Is4():
+			ip := a.As4()
+			v4 = append(append(v4, 4), ip[:]...)
+		default:
+			ip := a.As16()
+			v6 = append(append(v6, 16), ip[:]...)
 		}
 	}
-	return s
+	return IPSet{string(append(v4, v6...))}
 }
 
-// Add appends an address to the list of its family. It ignores invalid addresses and
-// duplicates. It searches the list, so NewIPSet is faster for many addresses.
+// Add adds an address after the others of its family. It ignores invalid addresses and
+// duplicates. It copies the set, so NewIPSet is faster for many addresses.
 func (s *IPSet) Add(a netip.Addr) {
-	if a = a.Unmap(); a.IsValid() && !slices.Contains(s.Family(FamilyOf(a)), a) {
-		s.append(a)
+	a = a.Unmap().WithZone("")
+	end := 0 // of the addresses that precede a
+	for o := range s.All() {
+		if o == a {
+			return
+		}
+		if o.Is4() || a.Is6() {
+			end += 1 + o.BitLen()/8
+		}
 	}
+	s.packed = s.packed[:end] + NewIPSet(a).packed + s.packed[end:]
 }
 
-func (s *IPSet) append(a netip.Addr) {
-	if a.Is4() {
-		s.V4 = append(s.V4, a)
-	} else {
-		s.V6 = append(s.V6, a)
+// Family returns the addresses of family f in a new list, or nil if there are none.
+func (s IPSet) Family(f Family) (list []netip.Addr) {
+	for a := range s.All() {
+		if FamilyOf(a) == f {
+			list = append(list, a)
+		}
 	}
+	return list
 }
 
-// Family returns the addresses of family f.
-func (s *IPSet) Family(f Family) []netip.Addr {
-	switch f {
-	case IPv4:
-		return s.V4
-	case IPv6:
-		return s.V6
-	default:
-		return nil
+// Len returns the number of addresses.
+func (s IPSet) Len() (n int) {
+	for range s.All() {
+		n++
 	}
+	return n
 }
 
 // IsZero reports whether the set is empty.
-func (s IPSet) IsZero() bool { return len(s.V4)+len(s.V6) == 0 }
+func (s IPSet) IsZero() bool { return s == IPSet{} }
 
 // All yields every address, IPv4 first.
-func (s *IPSet) All() iter.Seq[netip.Addr] {
+func (s IPSet) All() iter.Seq[netip.Addr] {
 	return func(yield func(netip.Addr) bool) {
-		for _, list := range [...][]netip.Addr{s.V4, s.V6} {
-			for _, a := range list {
-				if !yield(a) {
-					return
-				}
+		for rest := s.packed; rest != ""; {
+			end := 1 + int(rest[0])
+			a, _ := netip.AddrFromSlice([]byte(rest[1:end]))
+			if rest = rest[end:]; !yield(a) {
+				return
 			}
 		}
 	}
 }
 
-// The method equal reports whether both sets have the same addresses in the same order.
-func (s *IPSet) equal(o *IPSet) bool {
-	return slices.Equal(s.V4, o.V4) && slices.Equal(s.V6, o.V6)
+// String returns the addresses like a list, for example [10.0.0.1 fd00::1].
+func (s IPSet) String() string { return fmt.Sprint(slices.Collect(s.All())) }
+
+// ipSetJSON is the JSON form of an IPSet.
+type ipSetJSON struct {
+	V4 []netip.Addr `json:",omitempty"`
+	V6 []netip.Addr `json:",omitempty"`
+}
+
+// MarshalJSON returns the JSON form, which has a list for each family: V4 and V6.
+func (s IPSet) MarshalJSON() ([]byte, error) {
+	return json.Marshal(ipSetJSON{s.Family(IPv4), s.Family(IPv6)})
+}
+
+// UnmarshalJSON reads the JSON form.
+func (s *IPSet) UnmarshalJSON(text []byte) error {
+	var j ipSetJSON
+	if err := json.Unmarshal(text, &j); err != nil {
+		return err
+	}
+	*s = NewIPSet(append(j.V4, j.V6...)...)
+	return nil
 }

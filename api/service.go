@@ -221,15 +221,13 @@ func (s *Service) Families() []Family {
 	}
 }
 
-func (s *IPSet) families() []Family {
-	var f []Family
-	if len(s.V4) > 0 {
-		f = append(f, IPv4)
+func (s IPSet) families() (list []Family) {
+	for a := range s.All() {
+		if f := FamilyOf(a); !slices.Contains(list, f) {
+			list = append(list, f)
+		}
 	}
-	if len(s.V6) > 0 {
-		f = append(f, IPv6)
-	}
-	return f
+	return list
 }
 
 // Equal reports whether both services are equal, including UID and Created.
@@ -239,7 +237,7 @@ func (s *Service) Equal(o *Service) bool {
 	}
 	return s != nil && o != nil &&
 		s.Namespace == o.Namespace && s.Name == o.Name && s.Type == o.Type &&
-		s.IPs.equal(&o.IPs) &&
+		s.IPs == o.IPs &&
 		s.AllPorts == o.AllPorts &&
 		slices.Equal(s.Ports, o.Ports) &&
 		s.ExternalTrafficToLocal == o.ExternalTrafficToLocal &&
@@ -254,11 +252,6 @@ func (s *Service) Equal(o *Service) bool {
 		slices.Equal(s.IPFamilies, o.IPFamilies)
 }
 
-func (s *ServiceIPs) equal(o *ServiceIPs) bool {
-	return s.Headless == o.Headless && s.ClusterIPs.equal(&o.ClusterIPs) && s.ExternalIPs.equal(&o.ExternalIPs) &&
-		s.LoadBalancerIPs.equal(&o.LoadBalancerIPs) && s.ProxiedIPs.equal(&o.ProxiedIPs)
-}
-
 func (r SourceRanges) equal(o SourceRanges) bool {
-	return r.NodePorts == o.NodePorts && r.TargetIPs.equal(&o.TargetIPs) && slices.Equal(r.Prefixes, o.Prefixes)
+	return r.NodePorts == o.NodePorts && r.TargetIPs == o.TargetIPs && slices.Equal(r.Prefixes, o.Prefixes)
 }

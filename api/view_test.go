@@ -4,6 +4,7 @@ package api
 
 import (
 	"encoding/json"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -211,15 +212,30 @@ func TestFamilies(t *testing.T) {
 func TestIPSet(t *testing.T) {
 	s := NewIPSet(netip.MustParseAddr("fd00::1"), netip.MustParseAddr("::ffff:10.0.0.1"), netip.MustParseAddr("10.0.0.2"),
 		netip.MustParseAddr("10.0.0.1"), netip.Addr{})
-	want := IPSet{
-		V4: []netip.Addr{netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")},
-		V6: []netip.Addr{netip.MustParseAddr("fd00::1")},
+	const want = "[10.0.0.1 10.0.0.2 fd00::1]"
+	if s.String() != want || s.Len() != 3 || s.IsZero() {
+		t.Errorf("the set is %v with %d addresses, want %s", s, s.Len(), want)
 	}
-	if !s.equal(&want) {
-		t.Errorf("the set is %v, want %v", s, want)
+	if v4, v6 := fmt.Sprint(s.Family(IPv4)), fmt.Sprint(s.Family(IPv6)); v4 != "[10.0.0.1 10.0.0.2]" || v6 != "[fd00::1]" {
+		t.Errorf("the families have %s and %s", v4, v6)
 	}
-	if got := slices.Collect(s.All()); !slices.Equal(got, append(want.V4, want.V6...)) {
-		t.Errorf("All yields %v", got)
+	var added IPSet
+	for _, text := range []string{"10.0.0.1", "fd00::1%eth0", "::ffff:10.0.0.2", "fd00::1", "10.0.0.1"} {
+		added.Add(netip.MustParseAddr(text))
+	}
+	if added.Add(netip.Addr{}); added != s {
+		t.Errorf("adding makes %v, want %v", added, s)
+	}
+	text, err := json.Marshal(s)
+	if want := `{"V4":["10.0.0.1","10.0.0.2"],"V6":["fd00::1"]}`; err != nil || string(text) != want {
+		t.Errorf("JSON is %s, %v; want %s", text, err, want)
+	}
+	var read IPSet
+	if err := json.Unmarshal(text, &read); err != nil || read != s {
+		t.Errorf("read %v, %v from JSON", read, err)
+	}
+	if text, err := json.Marshal(IPSet{}); err != nil || string(text) != "{}" {
+		t.Errorf("JSON of the empty set is %s, %v", text, err)
 	}
 }
 

@@ -40,7 +40,7 @@ func ExampleManifests() {
 		log.Fatal(err)
 	}
 	for key, s := range state.Objects().Services.All() {
-		fmt.Println(key, s.IPs.ClusterIPs.V4)
+		fmt.Println(key, s.IPs.ClusterIPs)
 	}
 	// Output:
 	// default/web [10.96.0.1]

@@ -13,6 +13,7 @@ import (
 	"weak"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
@@ -24,7 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-var equateAddrs = cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
+var equateAddrs = cmpopts.EquateComparable(netip.Addr{}, api.IPSet{})
 
 // service returns a service in the namespace ns. All services have the same address and
 // the same age, so their names decide conflicts over the address.

@@ -31,9 +31,11 @@ func largeService(ports, addrs, endpoints int) (*api.Service, *api.EndpointSlice
 		endpointWords = append(endpointWords, fmt.Sprintf("172.16.%d.%d", i>>8, i&255))
 	}
 	svc := sinktest.Service("ns/large", strings.Join(words, " "))
-	for i := range addrs {
-		svc.IPs.ExternalIPs.V4 = append(svc.IPs.ExternalIPs.V4, netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)}))
+	ips := make([]netip.Addr, addrs)
+	for i := range ips {
+		ips[i] = netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)})
 	}
+	svc.IPs.ExternalIPs = api.NewIPSet(ips...)
 	return svc, sinktest.Slices(svc, strings.Join(endpointWords, " "))[0]
 }
 

@@ -122,7 +122,7 @@ func TestFrontends(t *testing.T) {
 		name: "an address that is twice in a field has one frontend",
 		service: service(headless, func(s *api.Service) {
 			a := netip.MustParseAddr("192.0.2.1")
-			s.IPs.ExternalIPs.V4 = []netip.Addr{a, a}
+			s.IPs.ExternalIPs = api.NewIPSet(a, a)
 		}),
 		slices: oneReady,
 		want:   "ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",

@@ -153,11 +153,13 @@ func newNamer(view *api.View) namer {
 // and family.
 func newClassNamer(view *api.View) namer {
 	n := namer{served: view.Service.Families()}
-	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
-		for i, list := range elements.Addresses(view.Service, family) {
-			if len(list) > 0 {
-				n.addrs[f][i] = noAddr
+	for i, set := range elements.Sets(view.Service) {
+		for a := range set.All() {
+			f := 0
+			if a.Is6() {
+				f = 1
 			}
+			n.addrs[f][i] = noAddr
 		}
 	}
 	return n
@@ -165,7 +167,7 @@ func newClassNamer(view *api.View) namer {
 
 var noAddr = []netip.Addr{{}}
 
-// addressKinds are the kinds of the lists of [elements.Addresses].
+// addressKinds are the kinds of the sets that [elements.Sets] returns.
 var addressKinds = [...]Kind{ClusterIP, LoadBalancerIP, ExternalIP}
 
 // onlyNew returns list without the addresses in seen, and adds all addresses to seen. It

@@ -747,7 +747,7 @@ func TestViewCarriesWhatBackendsNeed(t *testing.T) {
 	want := &api.View{
 		Service: s.Service,
 		Endpoints: []api.Endpoint{{
-			Hostname: "web-0", Addr: ips("10.0.0.1").V4[0], Local: true, Scopes: api.Scopes{Internal: true, External: true},
+			Hostname: "web-0", Addr: ips("10.0.0.1").Family(api.IPv4)[0], Local: true, Scopes: api.Scopes{Internal: true, External: true},
 			NodeName: "here", Zone: "zone-2", Conditions: api.Conditions{Serving: true, Terminating: true},
 		}},
 		Lost: s.Lost,

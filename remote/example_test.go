@@ -54,7 +54,7 @@ func Example() {
 	go func() { following <- client.Run(ctx) }()
 	program := sink.FullState(func(_ context.Context, services []*api.View) error {
 		for _, s := range services {
-			fmt.Println("program", s.Key(), "at", s.Service.IPs.ClusterIPs.V4)
+			fmt.Println("program", s.Key(), "at", s.Service.IPs.ClusterIPs)
 		}
 		return nil
 	})

@@ -347,7 +347,7 @@ func wantEndpoint(e *api.Endpoint) string {
 	return text
 }
 
-func wantIPs(s api.IPSet) string { return fmt.Sprint(s.V4, s.V6) }
+func wantIPs(s api.IPSet) string { return fmt.Sprint(s.Family(api.IPv4), s.Family(api.IPv6)) }
 
 func number(b bool) int { return map[bool]int{true: 1}[b] }
 

@@ -130,7 +130,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 				got += " [" + a.IP.String() + "]"
 			}
 			for _, v := range rec.Views()[:len(rec.Views())-1] {
-				got += "; " + v.Key().String() + " " + v.Service.IPs.ClusterIPs.V4[0].String() + ":"
+				got += "; " + v.Key().String() + " " + v.Service.IPs.ClusterIPs.Family(api.IPv4)[0].String() + ":"
 				for _, e := range v.Endpoints {
 					got += " " + e.Addr.String()
 				}
@@ -176,9 +176,9 @@ func TestInvalidObjectDoesNotStopOthers(t *testing.T) {
 	state.Update(func(tx *cluster.Tx) {
 		tx.SetNode(&api.Node{Name: "n", Addresses: []api.NodeAddress{{Type: "InternalIP"}, {Type: "InternalIP", IP: addr("192.168.0.1")}}})
 		tx.SetService(plain("good", 80))
-		noAddress := plain("no-address", 80)
-		noAddress.IPs.ClusterIPs = api.IPSet{V4: []netip.Addr{{}}}
-		tx.SetService(noAddress)
+		badRange := plain("bad-range", 80)
+		badRange.SourceRanges = []api.SourceRanges{{TargetIPs: badRange.IPs.ClusterIPs, Prefixes: make([]netip.Prefix, 1)}}
+		tx.SetService(badRange)
 		named := plain("named", 80)
 		named.IPs.ClusterIPs = api.NewIPSet(addr("10.0.0.1"))
 		named.Ports[0].Name = "\xff"
@@ -218,7 +218,7 @@ func TestInvalidObjectDoesNotStopOthers(t *testing.T) {
 	}
 	stop()
 	close(reports)
-	if got, want := <-reports, "service plain/no-address"; !strings.Contains(got, want) {
+	if got, want := <-reports, "service plain/bad-range"; !strings.Contains(got, want) {
 		t.Errorf("reported %s, want %q", got, want)
 	}
 	for more := range reports {

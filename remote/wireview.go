@@ -265,9 +265,7 @@ func withoutLost(v *api.View) *api.View {
 	s := *v.Service
 	s.IPFamilies = s.Families() // without cluster IPs, Families might return other families
 	for _, set := range [...]*api.IPSet{&s.IPs.ClusterIPs, &s.IPs.LoadBalancerIPs, &s.IPs.ExternalIPs} {
-		for _, list := range [...]*[]netip.Addr{&set.V4, &set.V6} {
-			*list = slices.DeleteFunc(slices.Clone(*list), func(a netip.Addr) bool { return addrs[a] })
-		}
+		*set = api.NewIPSet(slices.DeleteFunc(slices.Collect(set.All()), func(a netip.Addr) bool { return addrs[a] })...)
 	}
 	s.Ports = slices.Clone(s.Ports)
 	for i := range s.Ports {

@@ -301,7 +301,7 @@ func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {
 	owners := sink.FullState(func(_ context.Context, services []*api.View) error {
 		var at []types.NamespacedName
 		for _, v := range services {
-			if slices.Contains(v.Service.IPs.ClusterIPs.V4, netip.MustParseAddr("10.0.0.1")) && len(v.Lost) == 0 {
+			if slices.Contains(v.Service.IPs.ClusterIPs.Family(api.IPv4), netip.MustParseAddr("10.0.0.1")) && len(v.Lost) == 0 {
 				at = append(at, v.Key())
 			}
 		}

@@ -3,6 +3,7 @@
 package watcher
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
@@ -64,16 +65,9 @@ func FuzzConvert(f *testing.F) {
 }
 
 func checkService(t *testing.T, s *api.Service) {
-	for _, set := range []*api.IPSet{&s.IPs.ClusterIPs, &s.IPs.ExternalIPs, &s.IPs.LoadBalancerIPs, &s.IPs.ProxiedIPs} {
-		for _, a := range set.V4 {
-			if !a.Is4() {
-				t.Errorf("%s among the IPv4 addresses", a)
-			}
-		}
-		for _, a := range set.V6 {
-			if !a.Is6() || a.Is4In6() || a.Zone() != "" {
-				t.Errorf("%s among the IPv6 addresses", a)
-			}
+	for _, set := range []api.IPSet{s.IPs.ClusterIPs, s.IPs.ExternalIPs, s.IPs.LoadBalancerIPs, s.IPs.ProxiedIPs} {
+		if again := api.NewIPSet(slices.Collect(set.All())...); again != set {
+			t.Errorf("addresses %s, and then %s", set, again)
 		}
 	}
 	for i, p := range s.Ports {

@@ -179,7 +179,7 @@ func sourceRanges(s *corev1.Service, ips *api.ServiceIPs, p *parameters.Service,
 	if p.Everywhere {
 		f.NodePorts = true
 		var all []netip.Addr
-		for _, set := range [...]*api.IPSet{&ips.ClusterIPs, &ips.LoadBalancerIPs, &ips.ExternalIPs} {
+		for _, set := range [...]api.IPSet{ips.ClusterIPs, ips.LoadBalancerIPs, ips.ExternalIPs} {
 			all = slices.AppendSeq(all, set.All())
 		}
 		f.TargetIPs = api.NewIPSet(all...)

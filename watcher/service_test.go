@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -39,7 +40,7 @@ func messages(problems []error) []string {
 }
 
 var cmpOptions = cmp.Options{
-	cmp.Comparer(func(a, b netip.Addr) bool { return a == b }),
+	cmpopts.EquateComparable(netip.Addr{}, api.IPSet{}),
 	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
 }
 
@@ -82,7 +83,7 @@ func TestServiceConversion(t *testing.T) {
 				s.Spec.ClusterIP, s.Spec.ClusterIPs = "10.0.0.1", []string{"10.0.0.1", "fd00::1"}
 			},
 			want: func(s *api.Service) {
-				s.IPs.ClusterIPs = api.IPSet{V4: addrs("10.0.0.1"), V6: addrs("fd00::1")}
+				s.IPs.ClusterIPs = api.NewIPSet(addrs("10.0.0.1", "fd00::1")...)
 			},
 		},
 		{
@@ -90,12 +91,12 @@ func TestServiceConversion(t *testing.T) {
 			change: func(s *service) {
 				s.Spec.ClusterIP, s.Spec.ClusterIPs = "10.0.0.1", []string{"10.0.0.2"}
 			},
-			want: func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.2") },
+			want: func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(addrs("10.0.0.2")...) },
 		},
 		{
 			name:   "the legacy clusterIP is used if clusterIPs is empty",
 			change: func(s *service) { s.Spec.ClusterIP = "10.0.0.1" },
-			want:   func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.1") },
+			want:   func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(addrs("10.0.0.1")...) },
 		},
 		{
 			name:   "clusterIP None makes a headless service",
@@ -109,23 +110,23 @@ func TestServiceConversion(t *testing.T) {
 			},
 			want: func(s *api.Service) {
 				s.IPs.Headless = true
-				s.IPs.ExternalIPs = api.IPSet{V4: addrs("10.0.0.55"), V6: addrs("1000::55")}
+				s.IPs.ExternalIPs = api.NewIPSet(addrs("10.0.0.55", "1000::55")...)
 			},
 		},
 		{
 			name:   "numbers of addresses may have leading zeros",
 			change: func(s *service) { s.Spec.ClusterIP = "010.000.000.009" },
-			want:   func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.9") },
+			want:   func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(addrs("10.0.0.9")...) },
 		},
 		{
 			name:   "mapped IPv4 addresses are IPv4 addresses",
 			change: func(s *service) { s.Spec.ExternalIPs = []string{"::ffff:10.0.0.1", "10.0.0.1"} },
-			want:   func(s *api.Service) { s.IPs.ExternalIPs.V4 = addrs("10.0.0.1") },
+			want:   func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(addrs("10.0.0.1")...) },
 		},
 		{
 			name:   "invalid addresses are omitted, empty ones without a report",
 			change: func(s *service) { s.Spec.ExternalIPs = []string{"", "10.0.0.300", " ", "fe80::1%eth0", "10.0.0.1"} },
-			want:   func(s *api.Service) { s.IPs.ExternalIPs.V4 = addrs("10.0.0.1") },
+			want:   func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(addrs("10.0.0.1")...) },
 			problems: []string{
 				`spec.externalIPs[1]: "10.0.0.300" is not an IP address`,
 				`spec.externalIPs[3]: "fe80::1%eth0" is not an IP address`,
@@ -138,7 +139,7 @@ func TestServiceConversion(t *testing.T) {
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "0.0.0.0"}, {IP: "::1"}, {IP: "::ffff:0.0.0.0"}, {IP: "fe80::1"}}
 			},
 			want: func(s *api.Service) {
-				s.IPs.ExternalIPs.V4, s.IPs.LoadBalancerIPs.V6 = addrs("10.0.0.1"), addrs("fe80::1")
+				s.IPs.ExternalIPs, s.IPs.LoadBalancerIPs = api.NewIPSet(addrs("10.0.0.1")...), api.NewIPSet(addrs("fe80::1")...)
 			},
 			problems: []string{
 				`spec.externalIPs[0]: 127.0.0.1 means the host itself; it gets no frontend`,
@@ -168,8 +169,8 @@ func TestServiceConversion(t *testing.T) {
 			},
 			want: func(s *api.Service) {
 				s.Type = api.LoadBalancer
-				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1", "192.0.2.2")
-				s.IPs.ProxiedIPs.V4 = addrs("192.0.2.3", "192.0.2.4")
+				s.IPs.LoadBalancerIPs = api.NewIPSet(addrs("192.0.2.1", "192.0.2.2")...)
+				s.IPs.ProxiedIPs = api.NewIPSet(addrs("192.0.2.3", "192.0.2.4")...)
 			},
 		},
 		{
@@ -181,9 +182,9 @@ func TestServiceConversion(t *testing.T) {
 			},
 			want: func(s *api.Service) {
 				s.Type = api.LoadBalancer
-				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1")
+				s.IPs.LoadBalancerIPs = api.NewIPSet(addrs("192.0.2.1")...)
 				s.SourceRanges = []api.SourceRanges{{
-					TargetIPs: api.IPSet{V4: addrs("192.0.2.1")},
+					TargetIPs: api.NewIPSet(addrs("192.0.2.1")...),
 					Prefixes:  prefixes("10.0.0.0/8", "fd00::/64", "10.0.0.0/16"),
 				}}
 			},
@@ -195,8 +196,8 @@ func TestServiceConversion(t *testing.T) {
 				s.Spec.LoadBalancerSourceRanges = []string{"10.0.0.0", "::ffff:10.0.0.0/104"}
 			},
 			want: func(s *api.Service) {
-				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1")
-				s.SourceRanges = []api.SourceRanges{{TargetIPs: api.IPSet{V4: addrs("192.0.2.1")}}}
+				s.IPs.LoadBalancerIPs = api.NewIPSet(addrs("192.0.2.1")...)
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: api.NewIPSet(addrs("192.0.2.1")...)}}
 			},
 			problems: []string{
 				`spec.loadBalancerSourceRanges[0]: "10.0.0.0" is not a CIDR; it admits no source`,
@@ -209,7 +210,7 @@ func TestServiceConversion(t *testing.T) {
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
 				s.Spec.LoadBalancerSourceRanges = []string{"", " "}
 			},
-			want: func(s *api.Service) { s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1") },
+			want: func(s *api.Service) { s.IPs.LoadBalancerIPs = api.NewIPSet(addrs("192.0.2.1")...) },
 		},
 		{
 			name: "the annotation for source ranges is ignored",
@@ -217,7 +218,7 @@ func TestServiceConversion(t *testing.T) {
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
 				s.Annotations = map[string]string{corev1.AnnotationLoadBalancerSourceRangesKey: "10.0.0.0/8"}
 			},
-			want: func(s *api.Service) { s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1") },
+			want: func(s *api.Service) { s.IPs.LoadBalancerIPs = api.NewIPSet(addrs("192.0.2.1")...) },
 		},
 		{
 			name:   "without load-balancer IPs there are no source ranges",

@@ -59,7 +59,7 @@ func BenchmarkCompanions(b *testing.B) {
 				for i := range services {
 					tx.SetService(&api.Service{
 						Namespace: "default", Name: fmt.Sprint("service-", i), Type: api.ClusterIP,
-						IPs:        api.ServiceIPs{ClusterIPs: api.IPSet{V4: []netip.Addr{netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})}}},
+						IPs:        api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}))},
 						Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
 						IPFamilies: []api.Family{api.IPv4},
 					})

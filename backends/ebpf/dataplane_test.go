@@ -195,7 +195,7 @@ func TestRandomChanges(t *testing.T) {
 					continue
 				}
 				for _, other := range changed {
-					if other != nil && slices.Equal(other.Service.IPs.ClusterIPs.V4, v.Service.IPs.ClusterIPs.V4) {
+					if other != nil && other.Service.IPs.ClusterIPs == v.Service.IPs.ClusterIPs {
 						changed[name] = nil
 					}
 				}

@@ -196,7 +196,7 @@ func TestLargeServicesLeftCostNothing(t *testing.T) {
 func TestClientsEndWithTheirService(t *testing.T) {
 	k := newFakeKernel(t, 100, 100, 100)
 	a, b := view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, withAffinity(10)), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, withAffinity(10))
-	ipOf := func(v *api.View) ipKey { return v.Service.IPs.ClusterIPs.V4[0].As16() }
+	ipOf := func(v *api.View) ipKey { return v.Service.IPs.ClusterIPs.Family(api.IPv4)[0].As16() }
 	mustCount := func(step string, want map[ipKey]uint64) {
 		t.Helper()
 		k.verify()
@@ -208,7 +208,7 @@ func TestClientsEndWithTheirService(t *testing.T) {
 	mustCount("load", map[ipKey]uint64{ipOf(a): 0, ipOf(b): 0})
 	for _, v := range []*api.View{a, b} {
 		for i := range uint64(3) {
-			f := toFrontend(v.Service.IPs.ClusterIPs.V4[0], api.TCP, 80)
+			f := toFrontend(v.Service.IPs.ClusterIPs.Family(api.IPv4)[0], api.TCP, 80)
 			k.clients.elements[clientKey{NetNS: i, Frontend: f}] = choice{Time: i * 4e9}
 		}
 	}

@@ -74,7 +74,7 @@ func (t *ruleset) takeElements(key types.NamespacedName, view *api.View) {
 		return
 	}
 	ips := &view.Service.IPs
-	for _, set := range []*api.IPSet{&ips.ClusterIPs, &ips.ExternalIPs, &ips.LoadBalancerIPs} {
+	for _, set := range []api.IPSet{ips.ClusterIPs, ips.ExternalIPs, ips.LoadBalancerIPs} {
 		for _, a := range set.Family(t.family) {
 			for _, e := range t.held[a.String()] {
 				if r := t.oldRecord(key); !r.elements[e] {

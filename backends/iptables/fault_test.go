@@ -433,10 +433,16 @@ func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
 	})
 }
 
-// invalidAddress gives a service a cluster IP that makes its rendering panic.
-func invalidAddress(s *api.Service) {
-	s.IPs.ClusterIPs.V4 = append(s.IPs.ClusterIPs.V4, netip.Addr{})
-	s.IPs.ClusterIPs.V6 = append(s.IPs.ClusterIPs.V6, netip.Addr{})
+// breakView gives the service default/bad a view whose rendering panics.
+func breakView(c *sink.Changes) *sink.Changes {
+	list := slices.Collect(c.Services)
+	for i := range list {
+		if list[i].Key.Name == "bad" {
+			list[i].New = &api.View{}
+		}
+	}
+	c.Services = slices.Values(list)
+	return c
 }
 
 // If a service fails in a pass, the elements of this service stay in the sets.
@@ -456,8 +462,8 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 				cancel()
 				return b.Sync(ctx, c)
 			}},
-			"rendering panics": {invalidAddress, func(t *testing.T, b *backend, _ *programs, c *sink.Changes) error {
-				return b.Sync(t.Context(), c)
+			"rendering panics": {nil, func(t *testing.T, b *backend, _ *programs, c *sink.Changes) error {
+				return b.Sync(t.Context(), breakView(c))
 			}},
 			undelivered: {nil, func(*testing.T, *backend, *programs, *sink.Changes) error {
 				return errors.New("not delivered")
@@ -509,8 +515,8 @@ func TestPanicOfOneService(t *testing.T) {
 		b := start(t, ns, v, p.use)
 		p.edit("iptables-*-restore", "s/-m recent /-m missing /")
 		var failed *sink.Failed
-		err := b.Sync(t.Context(), pass(view("bad", "10.96.0.1", "10.1.0.1 fd00::1", invalidAddress),
-			view("sticky", "10.96.0.2", "10.1.0.1", affinity), view("web", "10.96.0.3", "10.1.0.3")))
+		err := b.Sync(t.Context(), breakView(pass(view("bad", "10.96.0.1", "10.1.0.1 fd00::1"),
+			view("sticky", "10.96.0.2", "10.1.0.1", affinity), view("web", "10.96.0.3", "10.1.0.3"))))
 		if !errors.As(err, &failed) || len(*failed) != 2 {
 			t.Errorf("Sync returned %v", err)
 		}

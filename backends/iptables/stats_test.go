@@ -239,7 +239,7 @@ func BenchmarkStats(b *testing.B) {
 				for i, ns := range spaces {
 					if err := ns.Do(func() error {
 						for range 500 {
-							to := &unix.SockaddrInet4{Port: 80, Addr: views[len(took[i])*7919%n].Service.IPs.ClusterIPs.V4[0].As4()}
+							to := &unix.SockaddrInet4{Port: 80, Addr: views[len(took[i])*7919%n].Service.IPs.ClusterIPs.Family(api.IPv4)[0].As4()}
 							d, err := netnstest.TimeConnect(to)
 							if err != nil {
 								return err

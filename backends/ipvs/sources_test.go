@@ -134,7 +134,7 @@ func TestTableOfSourceRanges(t *testing.T) {
 			if len(v.Service.SourceRanges) > 0 {
 				want = v.Service.SourceRanges[0].Prefixes
 			}
-			addr := v.Service.IPs.LoadBalancerIPs.V4[0]
+			addr := v.Service.IPs.LoadBalancerIPs.Family(api.IPv4)[0]
 			if is, ok := got[addr]; sourcelists.NewRanges(api.IPv4, is) != sourcelists.NewRanges(api.IPv4, want) || ok != (want != nil) {
 				t.Errorf("%s: %s admits %v, want %v", about, addr, is, want)
 			}

@@ -88,7 +88,7 @@ func BenchmarkChange(b *testing.B) {
 		list := manyServices(n, 10)
 		mustSync(b, be, batchOf(true, list...))
 		old := list[n/2].New
-		replaced := view(old.Service.Name, []string{old.Service.IPs.ClusterIPs.V4[0].String()}, []string{"12.0.0.1", "12.0.0.2", "12.0.0.3", "12.0.0.4", "12.0.0.5", "12.0.0.6", "12.0.0.7", "12.0.0.8", "12.0.0.9", "12.0.0.10"}, nil)
+		replaced := view(old.Service.Name, []string{old.Service.IPs.ClusterIPs.Family(api.IPv4)[0].String()}, []string{"12.0.0.1", "12.0.0.2", "12.0.0.3", "12.0.0.4", "12.0.0.5", "12.0.0.6", "12.0.0.7", "12.0.0.8", "12.0.0.9", "12.0.0.10"}, nil)
 		more := numberedService(n/2, 11)
 		for _, kind := range []struct {
 			name   string
@@ -199,7 +199,7 @@ func BenchmarkConnect(b *testing.B) {
 			times := make([]time.Duration, 0, b.N)
 			err := ns.Do(func() error {
 				for i := range b.N {
-					to := &unix.SockaddrInet4{Port: 80, Addr: numberedService(i*7919%n, 0).Service.IPs.ClusterIPs.V4[0].As4()}
+					to := &unix.SockaddrInet4{Port: 80, Addr: numberedService(i*7919%n, 0).Service.IPs.ClusterIPs.Family(api.IPv4)[0].As4()}
 					took, err := netnstest.TimeConnect(to)
 					if err != nil {
 						return err

@@ -54,7 +54,7 @@ func BenchmarkParameters(b *testing.B) {
 		for i, s := range services {
 			v := viewOf(i)
 			changes = append(changes, set(v))
-			to := netip.AddrPortFrom(v.Service.IPs.ClusterIPs.V4[0], 80)
+			to := netip.AddrPortFrom(v.Service.IPs.ClusterIPs.Family(api.IPv4)[0], 80)
 			cases = append(cases, backendtest.Case{Name: s.name, Batch: connects(ns, 500, func() netip.AddrPort { return to })})
 		}
 		mustSync(b, be, batchOf(true, changes...))

@@ -313,7 +313,7 @@ func endpointsOf(t testing.TB, c *conn, i int) (endpoints []element) {
 	}
 	id := elementID{m: mapID{kindFrontends, matchService, api.IPv4}}
 	w := keyWriter{id: &id}
-	w.addr(numberedService(i, 1).Service.IPs.ClusterIPs.V4[0])
+	w.addr(numberedService(i, 1).Service.IPs.ClusterIPs.Family(api.IPv4)[0])
 	w.protocol(api.TCP)
 	w.port(80)
 	frontend, ok := get(id)

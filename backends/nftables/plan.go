@@ -5,7 +5,6 @@
 package nftables
 
 import (
-	"net/netip"
 	"slices"
 	"time"
 
@@ -200,10 +199,8 @@ func plan(view *api.View, lists *outline, need func(list int, frontend *elementI
 			emit(restrictedElement(matchOf(&f), &f, sources(&f)))
 		}
 	}
-	for _, ip := range [...][]netip.Addr{view.Service.IPs.ClusterIPs.V4, view.Service.IPs.ClusterIPs.V6} {
-		for _, a := range ip {
-			emit(addressElement(kindClusterIPs, a))
-		}
+	for a := range view.Service.IPs.ClusterIPs.All() {
+		emit(addressElement(kindClusterIPs, a))
 	}
 	return nil
 }

@@ -216,7 +216,7 @@ func BenchmarkStats(b *testing.B) {
 			next := 0
 			cases = append(cases, backendtest.Case{Name: name, Batch: connects(ns, 500, func() netip.AddrPort {
 				next += 7919
-				return netip.AddrPortFrom(numberedService(next%n, 0).Service.IPs.ClusterIPs.V4[0], 80)
+				return netip.AddrPortFrom(numberedService(next%n, 0).Service.IPs.ClusterIPs.Family(api.IPv4)[0], 80)
 			})})
 		}
 		backendtest.Compare(b, cases...)

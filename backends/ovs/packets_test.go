@@ -216,7 +216,7 @@ func TestUDPClientsMayBeginBeforeTheirService(t *testing.T) {
 		view("web", clusterIP, []string{"!" + podB}, withPorts),
 		view("web", "10.96.0.2", []string{"!" + podB}, withPorts), // a changed service
 	} {
-		to := v.Service.IPs.ClusterIPs.V4[0].String() + ":80"
+		to := v.Service.IPs.ClusterIPs.Family(api.IPv4)[0].String() + ":80"
 		c, err := n.dial(podA, 5200+i, "udp4", to)
 		if err != nil {
 			t.Fatal(err)

@@ -53,10 +53,8 @@ func Of(s *api.Service, endpoints int) Elements {
 		ports = 1
 	}
 	addresses := 0
-	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
-		for _, ips := range Addresses(s, family) {
-			addresses += len(ips)
-		}
+	for _, ips := range Sets(s) {
+		addresses += ips.Len()
 	}
 	e := Elements{Frontends: ports * int64(addresses), Targets: ports * int64(endpoints)}
 	families := int64(len(s.Families()))
@@ -71,13 +69,21 @@ func Of(s *api.Service, endpoints int) Elements {
 	return e
 }
 
-// Addresses returns the addresses of s that have frontends in family f, in three lists:
-// cluster IPs (none for a headless service), load-balancer IPs, and external IPs.
-func Addresses(s *api.Service, f api.Family) (ips [3][]netip.Addr) {
-	if !s.IPs.Headless {
-		ips[0] = s.IPs.ClusterIPs.Family(f)
+// Sets returns the addresses of s that have frontends: cluster IPs (none for a headless
+// service), load-balancer IPs, and external IPs.
+func Sets(s *api.Service) [3]api.IPSet {
+	sets := [3]api.IPSet{s.IPs.ClusterIPs, s.IPs.LoadBalancerIPs, s.IPs.ExternalIPs}
+	if s.IPs.Headless {
+		sets[0] = api.IPSet{}
 	}
-	ips[1], ips[2] = s.IPs.LoadBalancerIPs.Family(f), s.IPs.ExternalIPs.Family(f)
+	return sets
+}
+
+// Addresses returns the addresses of family f in the results of Sets.
+func Addresses(s *api.Service, f api.Family) (ips [3][]netip.Addr) {
+	for i, set := range Sets(s) {
+		ips[i] = set.Family(f)
+	}
 	return ips
 }
 

@@ -124,7 +124,7 @@ func (o *objects) write(name string, object metav1.Object, form any, same bool, 
 }
 
 func (o *objects) service(s *api.Service) {
-	first, second := s.IPs.ClusterIPs.V4, s.IPs.ClusterIPs.V6
+	first, second := s.IPs.ClusterIPs.Family(api.IPv4), s.IPs.ClusterIPs.Family(api.IPv6)
 	if len(s.IPFamilies) > 0 && s.IPFamilies[0] == api.IPv6 {
 		first, second = second, first
 	}

@@ -36,7 +36,7 @@ func ExampleView() {
 
 func TestBuildersReadText(t *testing.T) {
 	s := sinktest.Service("web", "10.96.0.1 fd00::1 80 https=443>8443 53:30053/SCTP")
-	if got := fmt.Sprintln(s.Key(), s.Type, s.IPFamilies, len(s.IPs.ClusterIPs.V4)+len(s.IPs.ClusterIPs.V6)); got != "default/web NodePort [IPv4 IPv6] 2\n" {
+	if got := fmt.Sprintln(s.Key(), s.Type, s.IPFamilies, s.IPs.ClusterIPs.Len()); got != "default/web NodePort [IPv4 IPv6] 2\n" {
 		t.Error(got)
 	}
 	var ports []string

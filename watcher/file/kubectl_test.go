@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/watcher"
 	"k8s.io/apimachinery/pkg/types"
@@ -17,7 +18,7 @@ import (
 // testdata/kubectl.* are the output of kubectl get services,endpointslices,nodes, as YAML
 // and as JSON. The Node object has a field that no release of Kubernetes has.
 func TestKubectlOutputIsRead(t *testing.T) {
-	opt := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
+	opt := cmpopts.EquateComparable(netip.Addr{}, api.IPSet{})
 	optPrefix := cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })
 	addr := netip.MustParseAddr
 	ports := []api.EndpointPort{

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
@@ -19,7 +20,7 @@ import (
 )
 
 var equateAddrs = cmp.Options{
-	cmp.Comparer(func(a, b netip.Addr) bool { return a == b }),
+	cmpopts.EquateComparable(netip.Addr{}, api.IPSet{}),
 	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
 }
 

@@ -5,7 +5,6 @@ package localv1
 import (
 	"cmp"
 	"fmt"
-	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/lookup"
@@ -19,7 +18,7 @@ func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	ips := api.NewIPSet(e.Addr)
 	x := &Endpoint{
 		Hostname: e.Hostname,
-		IPs:      fromIPSet(&ips),
+		IPs:      fromIPSet(ips),
 		Local:    e.Local,
 		PortOverrides: convert(e.PortOverrides, func(p *api.PortName) *PortName {
 			return &PortName{Name: p.Name, Port: p.Port}
@@ -68,11 +67,10 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 	if pod := x.GetTarget(); pod != nil {
 		e.Target = &types.NamespacedName{Namespace: pod.GetNamespace(), Name: pod.GetName()}
 	}
-	var ips api.IPSet
-	if err := x.GetIPs().copyTo(&ips); err != nil {
+	addrs, err := x.GetIPs().toAddrs()
+	if err != nil {
 		return e, false, fmt.Errorf("endpoint: %w", err)
 	}
-	addrs := slices.Collect(ips.All())
 	if len(addrs) != 1 {
 		return e, false, fmt.Errorf("endpoint has %d addresses", len(addrs))
 	}

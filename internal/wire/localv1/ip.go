@@ -9,25 +9,26 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-func fromIPSet(s *api.IPSet) *IPSet {
-	return &IPSet{V4: convert(s.V4, fromAddrIn), V6: convert(s.V6, fromAddrIn)}
+func fromIPSet(s api.IPSet) *IPSet {
+	return &IPSet{V4: convert(s.Family(api.IPv4), fromAddrIn), V6: convert(s.Family(api.IPv6), fromAddrIn)}
 }
 
 // fromIPSetUnlessEmpty returns the wire form of s, or nil if s is empty, so that JSON
 // omits the field.
-func fromIPSetUnlessEmpty(s *api.IPSet) *IPSet {
+func fromIPSetUnlessEmpty(s api.IPSet) *IPSet {
 	if s.IsZero() {
 		return nil
 	}
 	return fromIPSet(s)
 }
 
-func (x *IPSet) copyTo(set *api.IPSet) (err error) {
-	if set.V4, err = toAddrs(x.GetV4(), api.IPv4); err != nil {
-		return err
+func (x *IPSet) toAddrs() ([]netip.Addr, error) {
+	v4, err := toAddrs(x.GetV4(), api.IPv4)
+	if err != nil {
+		return nil, err
 	}
-	set.V6, err = toAddrs(x.GetV6(), api.IPv6)
-	return err
+	v6, err := toAddrs(x.GetV6(), api.IPv6)
+	return append(v4, v6...), err
 }
 
 func toAddrs(list []string, family api.Family) ([]netip.Addr, error) {

@@ -20,11 +20,11 @@ func FromService(s *api.Service) *Service {
 		Name:      s.Name,
 		Type:      string(s.Type),
 		IPs: &ServiceIPs{
-			ClusterIPs:      fromIPSet(&s.IPs.ClusterIPs),
-			ExternalIPs:     fromIPSetUnlessEmpty(&s.IPs.ExternalIPs),
+			ClusterIPs:      fromIPSet(s.IPs.ClusterIPs),
+			ExternalIPs:     fromIPSetUnlessEmpty(s.IPs.ExternalIPs),
 			Headless:        s.IPs.Headless,
-			LoadBalancerIPs: fromIPSetUnlessEmpty(&s.IPs.LoadBalancerIPs),
-			ProxiedIPs:      fromIPSetUnlessEmpty(&s.IPs.ProxiedIPs),
+			LoadBalancerIPs: fromIPSetUnlessEmpty(s.IPs.LoadBalancerIPs),
+			ProxiedIPs:      fromIPSetUnlessEmpty(s.IPs.ProxiedIPs),
 		},
 		MapIP:                  s.AllPorts,
 		Ports:                  convert(s.Ports, fromPort),
@@ -105,9 +105,11 @@ func (x *Service) ToService() (*api.Service, error) {
 		{&s.IPs.LoadBalancerIPs, ips.GetLoadBalancerIPs()},
 		{&s.IPs.ProxiedIPs, ips.GetProxiedIPs()},
 	} {
-		if err := set.from.copyTo(set.to); err != nil {
+		addrs, err := set.from.toAddrs()
+		if err != nil {
 			return nil, fmt.Errorf("service %s: %w", s.Key(), err)
 		}
+		*set.to = api.NewIPSet(addrs...)
 	}
 	for _, f := range x.GetIPFilters() {
 		filter, err := f.toFilter()
@@ -168,16 +170,18 @@ func fromFamily(f *api.Family) Family { return Family(*f) }
 
 func fromFilter(f *api.SourceRanges) *IPFilter {
 	return &IPFilter{
-		TargetIPs:    fromIPSetUnlessEmpty(&f.TargetIPs),
+		TargetIPs:    fromIPSetUnlessEmpty(f.TargetIPs),
 		NodePorts:    f.NodePorts,
 		SourceRanges: convert(f.Prefixes, func(p *netip.Prefix) string { return p.String() }),
 	}
 }
 
 func (x *IPFilter) toFilter() (f api.SourceRanges, err error) {
-	if err := x.GetTargetIPs().copyTo(&f.TargetIPs); err != nil {
+	addrs, err := x.GetTargetIPs().toAddrs()
+	if err != nil {
 		return f, err
 	}
+	f.TargetIPs = api.NewIPSet(addrs...)
 	f.NodePorts = x.GetNodePorts()
 	f.Prefixes, err = toPrefixes(x.GetSourceRanges())
 	return f, err

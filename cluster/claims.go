@@ -89,17 +89,28 @@ func (p packed) claim() claim {
 	return c
 }
 
-// compareIP and compareFrontend order claims like compareClaims.
-func (p packed) compareIP(o packed) int {
-	return cmp.Or(cmp.Compare(p.version, o.version), cmp.Compare(p.high, o.high), cmp.Compare(p.low, o.low))
+// compareIP and compareFrontend order claims like compareClaims. The search in a tree
+// spends its time in them, so they stop at the first difference, as cmp.Or would not.
+func (p *packed) compareIP(o *packed) int {
+	switch {
+	case p.low != o.low && p.version == o.version && p.high == o.high: // true for most IPv4 addresses
+		return cmp.Compare(p.low, o.low)
+	case p.version != o.version:
+		return cmp.Compare(p.version, o.version)
+	default:
+		return cmp.Compare(p.high, o.high)
+	}
 }
 
-func (p packed) compareFrontend(o packed) int {
-	return cmp.Or(p.compareIP(o), cmp.Compare(p.family, o.family), cmp.Compare(p.protocol, o.protocol), cmp.Compare(p.port, o.port))
+func (p *packed) compareFrontend(o *packed) int {
+	if c := p.compareIP(o); c != 0 {
+		return c
+	}
+	return cmp.Or(cmp.Compare(p.family, o.family), cmp.Compare(p.protocol, o.protocol), cmp.Compare(p.port, o.port))
 }
 
 // precedence compares conflicting claims. The result is negative if p wins against o.
-func (p packed) precedence(o packed) int {
+func (p *packed) precedence(o *packed) int {
 	if c := cmp.Compare(p.rank, o.rank); c != 0 {
 		return c
 	}
@@ -108,9 +119,9 @@ func (p packed) precedence(o packed) int {
 
 func newClaims() claims {
 	return claims{tree: btree.NewG(32, func(a, b packed) bool {
-		c := a.compareFrontend(b)
+		c := a.compareFrontend(&b)
 		if c == 0 {
-			c = a.precedence(b)
+			c = a.precedence(&b)
 		}
 		return c < 0
 	})}
@@ -271,7 +282,7 @@ func (c *claims) insert(cl claim) {
 		c.byPrecedence.ReplaceOrInsert(p)
 	case claimsAddress(cl.Claim):
 		c.byPrecedence = btree.NewG(32, func(a, b packed) bool {
-			return cmp.Or(a.compareIP(b), a.precedence(b), a.compareFrontend(b)) < 0
+			return cmp.Or(a.compareIP(&b), a.precedence(&b), a.compareFrontend(&b)) < 0
 		})
 		c.tree.Ascend(func(o packed) bool {
 			if o.version != 0 {

@@ -433,18 +433,6 @@ func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
 	})
 }
 
-// breakView gives the service default/bad a view whose rendering panics.
-func breakView(c *sink.Changes) *sink.Changes {
-	list := slices.Collect(c.Services)
-	for i := range list {
-		if list[i].Key.Name == "bad" {
-			list[i].New = &api.View{}
-		}
-	}
-	c.Services = slices.Values(list)
-	return c
-}
-
 // If a service fails in a pass, the elements of this service stay in the sets.
 func TestFailingServiceKeepsItsElements(t *testing.T) {
 	const undelivered = "the pass does not deliver it"
@@ -461,9 +449,6 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				cancel()
 				return b.Sync(ctx, c)
-			}},
-			"rendering panics": {nil, func(t *testing.T, b *backend, _ *programs, c *sink.Changes) error {
-				return b.Sync(t.Context(), breakView(c))
 			}},
 			undelivered: {nil, func(*testing.T, *backend, *programs, *sink.Changes) error {
 				return errors.New("not delivered")
@@ -505,6 +490,18 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 			})
 		}
 	}
+}
+
+// breakView gives the service default/bad a view whose rendering panics.
+func breakView(c *sink.Changes) *sink.Changes {
+	list := slices.Collect(c.Services)
+	for i := range list {
+		if list[i].Key.Name == "bad" {
+			list[i].New = &api.View{}
+		}
+	}
+	c.Services = slices.Values(list)
+	return c
 }
 
 // If the rendering of a service panics and the rules of another service fail, all other

@@ -63,8 +63,9 @@ func (f *Family) UnmarshalText(text []byte) error {
 }
 
 // IPSet holds addresses, IPv4 before IPv6. Addresses of one family have the order in
-// which they were added. No address is IPv4-mapped or has a zone. An IPSet is a value like
-// a netip.Addr: copies share memory, and == compares the addresses and their order.
+// which they were added. No address is IPv4-mapped or has a zone. The zero value is the
+// empty set. An IPSet is a value like a netip.Addr: copies are independent and cheap, and
+// == compares the addresses and their order.
 type IPSet struct {
 	// packed has the bytes of each address after their number, 4 or 16. A service has
 	// several sets, most of them empty, so their size counts.
@@ -90,21 +91,9 @@ func NewIPSet(addrs ...netip.Addr) IPSet {
 	return IPSet{string(append(v4, v6...))}
 }
 
-// Add adds an address after the others of its family. It ignores invalid addresses and
-// duplicates. It copies the set, so NewIPSet is faster for many addresses.
-func (s *IPSet) Add(a netip.Addr) {
-	a = a.Unmap().WithZone("")
-	end := 0 // of the addresses that precede a
-	for o := range s.All() {
-		if o == a {
-			return
-		}
-		if o.Is4() || a.Is6() {
-			end += 1 + o.BitLen()/8
-		}
-	}
-	s.packed = s.packed[:end] + NewIPSet(a).packed + s.packed[end:]
-}
+// Add replaces s by a set that also has the address a. It copies all addresses, so
+// NewIPSet is faster for many.
+func (s *IPSet) Add(a netip.Addr) { *s = NewIPSet(append(slices.Collect(s.All()), a)...) }
 
 // Family returns the addresses of family f in a new list, or nil if there are none.
 func (s IPSet) Family(f Family) (list []netip.Addr) {
@@ -126,6 +115,9 @@ func (s IPSet) Len() (n int) {
 
 // IsZero reports whether the set is empty.
 func (s IPSet) IsZero() bool { return s == IPSet{} }
+
+// Equal returns s == o. Package go-cmp uses it.
+func (s IPSet) Equal(o IPSet) bool { return s == o }
 
 // All yields every address, IPv4 first.
 func (s IPSet) All() iter.Seq[netip.Addr] {

@@ -25,7 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-var equateAddrs = cmpopts.EquateComparable(netip.Addr{}, api.IPSet{})
+var equateAddrs = cmpopts.EquateComparable(netip.Addr{})
 
 // service returns a service in the namespace ns. All services have the same address and
 // the same age, so their names decide conflicts over the address.

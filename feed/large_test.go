@@ -5,7 +5,6 @@ package feed_test
 import (
 	"context"
 	"fmt"
-	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -13,6 +12,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -31,11 +31,7 @@ func largeService(ports, addrs, endpoints int) (*api.Service, *api.EndpointSlice
 		endpointWords = append(endpointWords, fmt.Sprintf("172.16.%d.%d", i>>8, i&255))
 	}
 	svc := sinktest.Service("ns/large", strings.Join(words, " "))
-	ips := make([]netip.Addr, addrs)
-	for i := range ips {
-		ips[i] = netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)})
-	}
-	svc.IPs.ExternalIPs = api.NewIPSet(ips...)
+	svc.IPs.ExternalIPs = apitest.IPs("203.0.0.0", addrs)
 	return svc, sinktest.Slices(svc, strings.Join(endpointWords, " "))[0]
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -63,11 +64,7 @@ func frontendsOf(s *api.ServiceState) (n int) {
 // ranges.
 func manyAddresses(addrs, ranges int) *api.ServiceState {
 	svc := &api.Service{Namespace: "default", Name: "web", Type: api.LoadBalancer, IPFamilies: []api.Family{api.IPv4}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}}}
-	ips := make([]netip.Addr, addrs)
-	for i := range ips {
-		ips[i] = netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)})
-	}
-	svc.IPs.LoadBalancerIPs = api.NewIPSet(ips...)
+	svc.IPs.LoadBalancerIPs = apitest.IPs("203.0.0.0", addrs)
 	admitted := api.SourceRanges{TargetIPs: svc.IPs.LoadBalancerIPs}
 	for i := range ranges {
 		admitted.Prefixes = append(admitted.Prefixes, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24))

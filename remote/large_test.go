@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/protobuf/proto"
 )
@@ -24,9 +25,7 @@ func external(name string, age, ips, ports int) *api.Service {
 	s.Created = time.Unix(int64(age), 0)
 	s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 0, 0, byte(age)}))
 	s.Ports = nil
-	for i := range ips {
-		s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}))
-	}
+	s.IPs.ExternalIPs = apitest.IPs("192.168.0.0", ips)
 	for i := range ports {
 		s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint(i), Protocol: api.TCP, Port: int32(i + 1), TargetPort: 80})
 	}
@@ -40,9 +39,7 @@ func TestNoObjectStopsAStream(t *testing.T) {
 	winner, loser := external(strings.Repeat("w", 63), 1, ips, ports), external("loser", 2, ips+1, ports)
 	winner.Namespace = strings.Repeat("w", 63)
 	many := external("many-frontends", 3, 0, 50)
-	for i := range 400 {
-		many.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{172, 30, byte(i >> 8), byte(i)}))
-	}
+	many.IPs.ExternalIPs = apitest.IPs("172.30.0.0", 400)
 	for i := range many.Ports {
 		many.Ports[i].Name = fmt.Sprintf("%0200d", i)
 	}

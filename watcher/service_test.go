@@ -40,7 +40,7 @@ func messages(problems []error) []string {
 }
 
 var cmpOptions = cmp.Options{
-	cmpopts.EquateComparable(netip.Addr{}, api.IPSet{}),
+	cmpopts.EquateComparable(netip.Addr{}),
 	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
 }
 

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -30,9 +31,7 @@ func large(name string, ports, externalIPs, endpoints int, edits ...func(*api.Se
 			}
 			s.Ports = append(s.Ports, p)
 		}
-		for i := range externalIPs {
-			s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{192, 0, byte(i >> 8), byte(i)}))
-		}
+		s.IPs.ExternalIPs = apitest.IPs("192.0.0.0", externalIPs)
 		for _, e := range edits {
 			e(s)
 		}

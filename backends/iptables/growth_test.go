@@ -23,6 +23,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -52,9 +53,7 @@ func (s shape) service() *api.Service {
 		}
 		svc.Ports = append(svc.Ports, p)
 	}
-	for i := range s.externalIPs {
-		svc.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
-	}
+	svc.IPs.ExternalIPs = apitest.IPs("198.18.0.0", s.externalIPs)
 	if s.ranges > 0 {
 		svc.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("203.0.113.1"))
 		r := api.SourceRanges{TargetIPs: svc.IPs.LoadBalancerIPs}

@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -363,9 +364,7 @@ func TestTooManyDestinationsAreRefused(t *testing.T) {
 		endpoints = append(endpoints, fmt.Sprint("10.1.0.", i+1))
 	}
 	v := view(endpoints, func(s *api.Service) {
-		for i := range 1000 {
-			s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, byte(i >> 8), byte(i)}))
-		}
+		s.IPs.ExternalIPs = apitest.IPs("198.51.0.0", 1000)
 		for i := range 49 {
 			port := s.Ports[0]
 			port.Name, port.Port = fmt.Sprint("port-", i), int32(1000+i)

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
@@ -25,9 +26,7 @@ import (
 func manyFrontends(ports, addrs int, endpoints ...string) *api.View {
 	return view(endpoints, func(s *api.Service) {
 		s.Type = api.LoadBalancer
-		for i := range addrs {
-			s.IPs.LoadBalancerIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
-		}
+		s.IPs.LoadBalancerIPs = apitest.IPs("198.18.0.0", addrs)
 		s.Ports = nil
 		for i := range ports {
 			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint(i), Protocol: api.UDP, Port: int32(80 + i), TargetPort: 8080})

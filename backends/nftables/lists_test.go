@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -37,9 +38,7 @@ func product(ports, ips, endpoints int, edit func(*api.Service)) *api.View {
 		for i := range ports {
 			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint("p", i), Protocol: api.TCP, Port: int32(1000 + i), TargetPort: 8080})
 		}
-		for i := range ips {
-			s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
-		}
+		s.IPs.ExternalIPs = apitest.IPs("198.18.0.0", ips)
 		if edit != nil {
 			edit(s)
 		}

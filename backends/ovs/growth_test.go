@@ -17,6 +17,7 @@ import (
 	"unsafe"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -46,9 +47,7 @@ func (s shape) view(name string) *api.View {
 			}
 			svc.Ports = append(svc.Ports, p)
 		}
-		for i := range s.addresses {
-			svc.IPs.LoadBalancerIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
-		}
+		svc.IPs.LoadBalancerIPs = apitest.IPs("198.18.0.0", s.addresses)
 		if s.ranges > 0 {
 			var prefixes []netip.Prefix
 			for i := range s.ranges {

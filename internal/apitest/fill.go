@@ -112,6 +112,19 @@ func addr(r *rand.Rand, f api.Family) netip.Addr {
 	return netip.AddrFrom16([16]byte{0: 0xfd, 15: byte(r.IntN(256))})
 }
 
+// IPs returns the set of n addresses that begin with first.
+func IPs(first string, n int) api.IPSet {
+	list := make([]netip.Addr, n)
+	for i := range list {
+		if i == 0 {
+			list[i] = netip.MustParseAddr(first)
+		} else {
+			list[i] = list[i-1].Next()
+		}
+	}
+	return api.NewIPSet(list...)
+}
+
 func text(r *rand.Rand) string {
 	return [...]string{"", "a", "some-name", "kubernetes.io/x", "ünïcode"}[r.IntN(5)]
 }

@@ -30,9 +30,10 @@ func Service(name, text string, edits ...func(*api.Service)) *api.Service {
 		namespace, base = "default", name
 	}
 	s := &api.Service{Namespace: namespace, Name: base, Type: api.ClusterIP}
+	var ips []netip.Addr
 	for _, word := range strings.Fields(text) {
 		if ip, err := netip.ParseAddr(word); err == nil {
-			s.IPs.ClusterIPs.Add(ip)
+			ips = append(ips, ip)
 			continue
 		}
 		port := parsePort(word)
@@ -41,6 +42,7 @@ func Service(name, text string, edits ...func(*api.Service)) *api.Service {
 		}
 		s.Ports = append(s.Ports, port)
 	}
+	s.IPs.ClusterIPs = api.NewIPSet(ips...)
 	s.IPFamilies = s.Families()
 	for _, edit := range edits {
 		edit(s)

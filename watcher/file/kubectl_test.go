@@ -18,7 +18,7 @@ import (
 // testdata/kubectl.* are the output of kubectl get services,endpointslices,nodes, as YAML
 // and as JSON. The Node object has a field that no release of Kubernetes has.
 func TestKubectlOutputIsRead(t *testing.T) {
-	opt := cmpopts.EquateComparable(netip.Addr{}, api.IPSet{})
+	opt := cmpopts.EquateComparable(netip.Addr{})
 	optPrefix := cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })
 	addr := netip.MustParseAddr
 	ports := []api.EndpointPort{

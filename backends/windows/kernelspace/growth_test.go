@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
@@ -24,9 +25,7 @@ func wideView(ports, externalIPs, endpoints int) *api.View {
 	}
 	svc := sinktest.Service("wide", strings.Join(portWords, " "))
 	svc.IPFamilies = []api.Family{api.IPv4}
-	for i := range externalIPs {
-		svc.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
-	}
+	svc.IPs.ExternalIPs = apitest.IPs("198.18.0.0", externalIPs)
 	return sinktest.View(sinktest.Node("here"), svc, strings.Join(endpointWords, " "))
 }
 

@@ -20,7 +20,7 @@ import (
 )
 
 var equateAddrs = cmp.Options{
-	cmpopts.EquateComparable(netip.Addr{}, api.IPSet{}),
+	cmpopts.EquateComparable(netip.Addr{}),
 	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
 }
 

@@ -97,12 +97,25 @@ func (s *IPSet) Add(a netip.Addr) { *s = NewIPSet(append(slices.Collect(s.All())
 
 // Family returns the addresses of family f in a new list, or nil if there are none.
 func (s IPSet) Family(f Family) (list []netip.Addr) {
-	for a := range s.All() {
-		if FamilyOf(a) == f {
+	for rest := s.packed; rest != ""; {
+		var a netip.Addr
+		if a, rest = first(rest); FamilyOf(a) == f {
 			list = append(list, a)
 		}
 	}
 	return list
+}
+
+// first returns the first address of packed, and the rest.
+func first(packed string) (a netip.Addr, rest string) {
+	if packed[0] == 4 {
+		var ip [4]byte
+		n := copy(ip[:], packed[1:])
+		return netip.AddrFrom4(ip), packed[1+n:]
+	}
+	var ip [16]byte
+	n := copy(ip[:], packed[1:])
+	return netip.AddrFrom16(ip), packed[1+n:]
 }
 
 // Len returns the number of addresses.
@@ -123,9 +136,8 @@ func (s IPSet) Equal(o IPSet) bool { return s == o }
 func (s IPSet) All() iter.Seq[netip.Addr] {
 	return func(yield func(netip.Addr) bool) {
 		for rest := s.packed; rest != ""; {
-			end := 1 + int(rest[0])
-			a, _ := netip.AddrFromSlice([]byte(rest[1:end]))
-			if rest = rest[end:]; !yield(a) {
+			var a netip.Addr
+			if a, rest = first(rest); !yield(a) {
 				return
 			}
 		}

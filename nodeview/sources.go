@@ -42,7 +42,7 @@ func sourcesByAddress(svc *api.Service) map[netip.Addr]Sources {
 		for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
 			addrs := filter.TargetIPs.Family(family)
 			if filter.NodePorts {
-				addrs = append(slices.Clip(addrs), anyAddr(family))
+				addrs = append(addrs, anyAddr(family))
 			}
 			if len(addrs) == 0 {
 				continue

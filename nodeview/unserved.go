@@ -132,11 +132,13 @@ type namer struct {
 
 func newNamer(view *api.View) namer {
 	n := namer{served: view.Service.Families(), lost: view.Lost}
-	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
-		var seen distinct.Set[netip.Addr]
-		n.addrs[f] = elements.Addresses(view.Service, family)
-		for i, list := range n.addrs[f] {
-			n.addrs[f][i] = onlyNew(list, &seen)
+	var seen distinct.Set[netip.Addr]
+	for i, set := range elements.Sets(view.Service) {
+		for a := range set.All() {
+			if seen.Add(a) {
+				list := n.list(i, a)
+				*list = append(*list, a)
+			}
 		}
 	}
 	const few = 8
@@ -155,11 +157,7 @@ func newClassNamer(view *api.View) namer {
 	n := namer{served: view.Service.Families()}
 	for i, set := range elements.Sets(view.Service) {
 		for a := range set.All() {
-			f := 0
-			if a.Is6() {
-				f = 1
-			}
-			n.addrs[f][i] = noAddr
+			*n.list(i, a) = noAddr
 		}
 	}
 	return n
@@ -170,22 +168,12 @@ var noAddr = []netip.Addr{{}}
 // addressKinds are the kinds of the sets that [elements.Sets] returns.
 var addressKinds = [...]Kind{ClusterIP, LoadBalancerIP, ExternalIP}
 
-// onlyNew returns list without the addresses in seen, and adds all addresses to seen. It
-// copies list only if it has to remove an address.
-func onlyNew(list []netip.Addr, seen *distinct.Set[netip.Addr]) []netip.Addr {
-	for i, a := range list {
-		if seen.Add(a) {
-			continue
-		}
-		kept := slices.Clone(list[:i])
-		for _, a := range list[i+1:] {
-			if seen.Add(a) {
-				kept = append(kept, a)
-			}
-		}
-		return kept
+// list returns the list in n.addrs for the address a of addressKinds[i].
+func (n *namer) list(i int, a netip.Addr) *[]netip.Addr {
+	if a.Is4() {
+		return &n.addrs[0][i]
 	}
-	return list
+	return &n.addrs[1][i]
 }
 
 // portFrontends yields the frontends of one port. If the port cannot have frontends,

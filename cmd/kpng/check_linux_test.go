@@ -5,7 +5,6 @@ package main
 import (
 	"encoding/json"
 	"fmt"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
@@ -170,13 +169,7 @@ func TestCheckReadsTheServerOfTheFile(t *testing.T) {
 	withoutServer(t)
 	cluster := kubetest.New()
 	cluster.Set(&corev1.Service{ObjectMeta: kubetest.Meta("default", "web"), Spec: corev1.ServiceSpec{ClusterIP: "10.0.0.1", Ports: []corev1.ServicePort{{Port: 80}}}})
-	server := httptest.NewServer(cluster)
-	defer server.Close()
-	dir := t.TempDir()
-	file, reachable := filepath.Join(dir, "config"), filepath.Join(dir, "kubeconfig")
-	if err := os.WriteFile(reachable, []byte("apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{name: c, context: {cluster: c}}]\nclusters: [{name: c, cluster: {server: "+server.URL+"}}]\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	file, reachable := filepath.Join(t.TempDir(), "config"), kubeconfigOf(t, cluster)
 	for _, kubeconfig := range []string{reachable, "/does/not/exist"} {
 		if err := os.WriteFile(file, []byte(header+"clientConnection: {kubeconfig: "+kubeconfig+"}"), 0o600); err != nil {
 			t.Fatal(err)

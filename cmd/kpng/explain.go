@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -22,6 +23,7 @@ import (
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -77,6 +79,8 @@ func explainCommand() *cobra.Command {
 			for e, err := range about.Explain(objects.Snapshot, self) {
 				if errors.Is(err, explain.ErrNotFound) {
 					err = notServed(cmd.Context(), &source, about.Service())
+				} else if err != nil && about.Addr().IsValid() {
+					err = notServedAt(cmd.Context(), &source, about.Addr(), err)
 				}
 				if err != nil {
 					return err
@@ -205,11 +209,30 @@ func notServed(ctx context.Context, source *command.Source, key types.Namespaced
 	case service == nil:
 		return fmt.Errorf("service %s not found", key)
 	}
-	services := source.Services()
-	if why := services.Unselected(service); why != "" {
-		return fmt.Errorf("service %s exists, but %s; --service-proxy-name is %s", key, why, cmp.Or(services.ServiceProxyName, "empty"))
+	if why := unselected(source, service); why != "" {
+		return fmt.Errorf("service %s exists, but %s", key, why)
 	}
 	return fmt.Errorf("service %s exists, but it is not served; it may be new", key)
+}
+
+// unselected says why the source does not select a service. It returns "" if the source does.
+func unselected(source *command.Source, service *corev1.Service) string {
+	services := source.Services()
+	why := services.Unselected(service)
+	if why != "" {
+		why += "; --service-proxy-name is " + cmp.Or(services.ServiceProxyName, "empty")
+	}
+	return why
+}
+
+// notServedAt adds to err, that no service is served at an address, a service that has the
+// address and is not selected, if there is one.
+func notServedAt(ctx context.Context, source *command.Source, addr netip.Addr, err error) error {
+	service, findErr := source.FindUnselected(ctx, addr)
+	if findErr != nil || service == nil {
+		return err // the answer is right without the other services
+	}
+	return fmt.Errorf("%w; service %s/%s has this address, but %s", err, service.Namespace, service.Name, unselected(source, service))
 }
 
 // parseServiceName parses [NAMESPACE/]NAME, in a command that does not search by address.

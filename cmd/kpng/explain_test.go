@@ -5,6 +5,9 @@ package main
 import (
 	"encoding/json"
 	"flag"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
@@ -12,7 +15,9 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	"github.com/kpng-project/kpng/nodeview"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -126,6 +131,7 @@ func TestExplainErrors(t *testing.T) {
 		{"a node port of another node", []string{"192.0.2.2:30080"}, []string{"192.0.2.2"}},
 		{"a service of another proxy", []string{"default/elsewhere"}, []string{"default/elsewhere exists", "label service.kubernetes.io/service-proxy-name is another"}},
 		{"a service without the label", []string{"web", "--service-proxy-name=x"}, []string{"default/web exists", "no label service.kubernetes.io/service-proxy-name", "--service-proxy-name is x"}},
+		{"an address of a service of another proxy", []string{"10.0.0.1:80", "--service-proxy-name=x"}, []string{"no service is served at 10.0.0.1; service default/web has this address, but", "--service-proxy-name is x"}},
 		{"a service of a third proxy", []string{"elsewhere", "--service-proxy-name=x"}, []string{"is another"}},
 		{"a headless service", []string{"headless"}, []string{"default/headless exists", "headless"}},
 		{"a service that is too large", []string{"web", "--max-service-elements=3"}, []string{"default/web is refused: too large", "10 elements", "limit of 3"}},
@@ -162,6 +168,38 @@ func TestExplainErrors(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "default/web has node port 30080/TCP") {
 		t.Errorf("of a node without addresses: error %v", err)
 	}
+}
+
+// Services that the flags do not select are also found at an API server.
+func TestExplainFindsUnselectedServicesOfTheAPIServer(t *testing.T) {
+	cluster := kubetest.New()
+	for i, name := range []string{"first", "second"} {
+		cluster.Set(&corev1.Service{ObjectMeta: kubetest.Meta("default", name), Spec: corev1.ServiceSpec{ClusterIP: fmt.Sprint("10.0.0.", i+1), Ports: []corev1.ServicePort{{Port: 80}}}})
+	}
+	kubeconfig := kubeconfigOf(t, cluster)
+	for question, want := range map[string]string{
+		"second":      "service default/second exists, but ",
+		"10.0.0.2:80": "no service is served at 10.0.0.2; service default/second has this address, but ",
+		"10.0.0.9":    "no service is served at 10.0.0.9",
+	} {
+		_, err := execute(t.Context(), "explain", "--kubeconfig", kubeconfig, "--service-proxy-name=x", question)
+		if err == nil || !strings.HasPrefix(err.Error(), want) || question == "10.0.0.9" && err.Error() != want {
+			t.Errorf("%s: error %v, want %q", question, err, want)
+		}
+	}
+}
+
+// kubeconfigOf serves a cluster on loopback, and returns the path of a kubeconfig.
+func kubeconfigOf(t *testing.T, cluster http.Handler) string {
+	t.Helper()
+	server := httptest.NewServer(cluster)
+	t.Cleanup(server.Close)
+	file := filepath.Join(t.TempDir(), "kubeconfig")
+	text := "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{name: c, context: {cluster: c}}]\nclusters: [{name: c, cluster: {server: " + server.URL + "}}]\n"
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
 }
 
 func TestExplainNamesInvalidFields(t *testing.T) {

@@ -19,7 +19,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spf13/pflag"
-	"k8s.io/apimachinery/pkg/types"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
 )
 
@@ -69,7 +70,7 @@ func TestRequestsToAPIServersAreCounted(t *testing.T) {
 	defer server.Close()
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(clientMetrics()...)
-	getService(t.Context(), &rest.Config{Host: server.URL}, types.NamespacedName{Namespace: "a", Name: "b"})
+	getService(t.Context(), &rest.Config{Host: server.URL}, "", fields.Everything(), func(*corev1.Service) bool { return true })
 	want := "# HELP rest_client_requests_total Requests to an API server, by status code, method and host.\n# TYPE rest_client_requests_total counter\n" +
 		`rest_client_requests_total{code="404",host="` + strings.TrimPrefix(server.URL, "http://") + `",method="GET"} 1` + "\n"
 	if err := testutil.GatherAndCompare(registry, strings.NewReader(want), "rest_client_requests_total"); err != nil {

@@ -5,6 +5,8 @@ package command
 import (
 	"context"
 	"errors"
+	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -256,13 +258,37 @@ func (s *Source) Load(ctx context.Context) (*cluster.Objects, error) {
 // Find returns the Service object, or nil if it does not exist. It also finds objects
 // that the flags do not select. It returns [errors.ErrUnsupported] if the source is a
 // kpng server or standard input.
-func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
+func (s *Source) Find(ctx context.Context, key types.NamespacedName) (*corev1.Service, error) {
+	return s.find(ctx, key.Namespace, fields.OneTermEqualSelector("metadata.name", key.Name), func(service *corev1.Service) bool {
+		return service.Namespace == key.Namespace && service.Name == key.Name
+	})
+}
+
+// FindUnselected is like Find for the first Service object that has an address and that the
+// flags do not select.
+func (s *Source) FindUnselected(ctx context.Context, addr netip.Addr) (*corev1.Service, error) {
+	return s.find(ctx, "", fields.Everything(), func(service *corev1.Service) bool {
+		texts := slices.Concat([]string{service.Spec.ClusterIP}, service.Spec.ClusterIPs, service.Spec.ExternalIPs)
+		for _, ingress := range service.Status.LoadBalancer.Ingress {
+			texts = append(texts, ingress.IP)
+		}
+		services := s.Services()
+		return services.Unselected(service) != "" && slices.ContainsFunc(texts, func(text string) bool {
+			a, err := netip.ParseAddr(text)
+			return err == nil && a.Unmap() == addr
+		})
+	})
+}
+
+// find returns the first Service object for which match returns true. The namespace and the
+// selector limit what the API server lists.
+func (s *Source) find(ctx context.Context, namespace string, selector fields.Selector, match func(*corev1.Service) bool) (found *corev1.Service, err error) {
 	switch {
 	case len(s.api.dial.Addresses) > 0 || s.manifests == manifest.Stdin:
 		return nil, errors.ErrUnsupported
 	case s.manifests != "":
 		look := watcher.Options{Skip: func(service *corev1.Service) bool {
-			if service.Namespace == key.Namespace && service.Name == key.Name {
+			if found == nil && match(service) {
 				found = service.DeepCopy()
 			}
 			return true
@@ -274,12 +300,12 @@ func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *cor
 	if err != nil {
 		return nil, err
 	}
-	return getService(ctx, config, key)
+	return getService(ctx, config, namespace, selector, match)
 }
 
-// getService returns a Service from the API server, or nil if it does not exist. It needs
-// only the permission to list services.
-func getService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
+// getService returns the first Service from the API server that matches, or nil if there is
+// none. It needs only the permission to list services.
+func getService(ctx context.Context, config *rest.Config, namespace string, selector fields.Selector, match func(*corev1.Service) bool) (*corev1.Service, error) {
 	scheme := runtime.NewScheme()
 	if err := corev1.AddToScheme(scheme); err != nil {
 		return nil, err
@@ -291,12 +317,19 @@ func getService(ctx context.Context, config *rest.Config, key types.NamespacedNa
 		return nil, err
 	}
 	var list corev1.ServiceList
-	byName := fields.OneTermEqualSelector("metadata.name", key.Name).String()
-	err = client.Get().Namespace(key.Namespace).Resource("services").Param("fieldSelector", byName).Do(ctx).Into(&list)
-	if err != nil || len(list.Items) == 0 {
+	request := client.Get().NamespaceIfScoped(namespace, namespace != "").Resource("services")
+	if !selector.Empty() {
+		request = request.Param("fieldSelector", selector.String())
+	}
+	if err := request.Do(ctx).Into(&list); err != nil {
 		return nil, err
 	}
-	return &list.Items[0], nil
+	for i := range list.Items {
+		if match(&list.Items[i]) {
+			return &list.Items[i], nil
+		}
+	}
+	return nil, nil
 }
 
 // String describes the source in a few words, for people.

@@ -8,7 +8,8 @@ import (
 	"net/http/httptest"
 	"testing"
 
-	"k8s.io/apimachinery/pkg/types"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
 )
 
@@ -29,7 +30,7 @@ func TestGetServiceOnlyLists(t *testing.T) {
 	}))
 	defer server.Close()
 	for name, want := range map[string]bool{"web": true, "missing": false} {
-		got, err := getService(t.Context(), &rest.Config{Host: server.URL}, types.NamespacedName{Namespace: "ns", Name: name})
+		got, err := getService(t.Context(), &rest.Config{Host: server.URL}, "ns", fields.OneTermEqualSelector("metadata.name", name), func(*corev1.Service) bool { return true })
 		if err != nil || (got != nil) != want || want && got.Labels["a"] != "b" {
 			t.Errorf("service %s: %v, error %v", name, got, err)
 		}

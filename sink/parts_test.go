@@ -258,3 +258,18 @@ func TestFailedServicesAreLogged(t *testing.T) {
 		}
 	}
 }
+
+// When no service is pending, the index of claims holds no views.
+func TestOldViewsAreReleased(t *testing.T) {
+	d := NewDriver(nil, Func(nil), Options{})
+	d.pending.put(&unacked{key: named("a"), old: updates.ViewOf(sized("a", 1))})
+	d.pending.claims.update(d.pending.byKey)
+	d.pending.remove(named("a"))
+	if len(d.pending.claims.indexed) != 1 {
+		t.Fatal("the index did not have the view")
+	}
+	d.dropTaken(nil, nil)
+	if n := len(d.pending.claims.indexed); n > 0 {
+		t.Errorf("the index holds %d views", n)
+	}
+}

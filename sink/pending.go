@@ -185,12 +185,12 @@ func (p *pending) dueLarge(now time.Time) *unacked { return p.firstDue(p.large, 
 // dueAlone returns an isolated service that is due, or nil if there is none.
 func (p *pending) dueAlone(now time.Time) *unacked { return p.firstDue(p.alone, now) }
 
-// acknowledgedLarge returns the number of queued large services of which the sink has
-// acknowledged a view. They do not delay the end of a pass, because they may change all the
+// acknowledgedLarge returns the number of large services that are queued and of which the
+// sink has acknowledged a view. They do not delay the end of a pass, because they may change all the
 // time.
 func (p *pending) acknowledgedLarge() (n int) {
 	p.large.Ascend(func(s *unacked) bool {
-		if s.reason == queued && !s.unsure {
+		if !s.unsure {
 			n++
 		}
 		return true

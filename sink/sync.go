@@ -295,10 +295,7 @@ func (d *Driver) addDue(u *updates.Update, b *batch) {
 			d.holdLarge(d.pass.takeLarge())
 			more = true
 		}
-		if !more && waiting > 0 {
-			waiting -= d.pending.acknowledgedLarge()
-		}
-		b.Last = !more && waiting == 0 && (most != 1 || len(b.services) == 0)
+		b.Last = !more && waiting == d.pending.acknowledgedLarge() && (most != 1 || len(b.services) == 0)
 	}
 	slices.SortFunc(b.services, func(a, b Change) int { return ordering.Keys(a.Key, b.Key) })
 	if b.Last {

@@ -4,12 +4,17 @@ package remote
 
 import (
 	"bytes"
+	"cmp"
 	"compress/flate"
 	"context"
+	"crypto/sha256"
+	"iter"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
+	"unsafe"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
@@ -42,10 +47,11 @@ type beginning struct {
 
 	mu    sync.Mutex
 	packs map[packKind]*pack
-	room  int // for patches, in bytes
+	sums  map[packKind]*sums
+	room  int // for the parts of packs and sums that belong to single nodes, in bytes
 }
 
-// packKind identifies the clients that share a pack.
+// packKind identifies the clients that share a pack, and those that share sums.
 type packKind struct {
 	who       audience
 	frontends bool
@@ -54,18 +60,28 @@ type packKind struct {
 
 // pack has all services as they look to a node without endpoints.
 type pack struct {
-	zone     string
-	frames   []frame
-	services []digested              // sorted
-	own      map[string][]ownService // by node: the services that may look different to it
+	zone   string
+	frames []frame
+	// By node: the operations that turn views in the pack into the node's views.
+	patches map[string]frame
+	// By node: the other services whose views at the node may differ from those in the pack.
+	own map[string][]*api.ServiceState
 }
 
-// ownService is a service whose view at a node may differ from the view in the pack.
-type ownService struct {
-	state *api.ServiceState
-	// The operations that turn the view in the pack into the node's view. If it is nil, the
-	// node's view has to be computed.
-	patch frame
+// sums has the digests of all services as they look to a node without endpoints.
+type sums struct {
+	zone     string
+	services []digested // sorted
+	// By node: the digests of services that differ there.
+	patches map[string][]ownSum
+	// By node: the other services whose views at the node may differ.
+	own map[string][]*api.ServiceState
+}
+
+// ownSum is the digest of a service at one node.
+type ownSum struct {
+	state   *api.ServiceState
+	content [sha256.Size]byte
 }
 
 // forgetAfter is the time after which the server drops an unused beginning.
@@ -95,47 +111,58 @@ func newBeginnings(v *views) *beginnings {
 
 // turn waits until the client may begin. The clients of a peer wait in a queue, in the
 // order of their calls. The first clients of all peers wait in a common queue. While it
-// waits, it calls notify from time to time. The caller calls end when the client has
-// its first answer.
+// waits, it calls notify from time to time, in another goroutine. The caller calls end
+// when the client has its first answer.
 func (b *beginnings) turn(ctx context.Context, ofPeer *semaphore.Weighted, notify func() error) (end func(), err error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	turn := make(chan error, 1)
-	go func() {
-		err := ofPeer.Acquire(ctx, 1)
-		if err == nil {
-			if err = b.turns.Acquire(ctx, 1); err != nil {
-				ofPeer.Release(1)
-			}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var mu sync.Mutex // locked while notify runs
+	var notice *time.Timer
+	mu.Lock()
+	notice = time.AfterFunc(noticeInterval, func() {
+		mu.Lock()
+		defer mu.Unlock()
+		if ctx.Err() != nil {
+			return
 		}
-		turn <- err
-	}()
+		if err := notify(); err != nil {
+			cancel(err)
+		}
+		notice.Reset(noticeInterval)
+	})
+	mu.Unlock()
+	if err = ofPeer.Acquire(ctx, 1); err == nil {
+		if err = b.turns.Acquire(ctx, 1); err != nil {
+			ofPeer.Release(1)
+		}
+	}
+	if err == nil {
+		end = b.began(ofPeer)
+	}
+	mu.Lock() // notify no longer runs
+	defer mu.Unlock()
+	if ctx.Err() != nil && end != nil {
+		end()
+		end = nil
+	}
+	if end == nil {
+		err = context.Cause(ctx)
+	}
+	cancel(nil)
+	notice.Stop()
+	return end, err
+}
+
+// began returns the function that ends a turn.
+func (b *beginnings) began(ofPeer *semaphore.Weighted) (end func()) {
 	release := func() {
 		b.turns.Release(1)
 		ofPeer.Release(1)
 	}
-	notice := time.NewTicker(noticeInterval)
-	defer notice.Stop()
-	for {
-		select {
-		case err := <-turn:
-			if err != nil {
-				return nil, err
-			}
-			timer := time.AfterFunc(maxTurn, release)
-			return func() {
-				if timer.Stop() {
-					release()
-				}
-			}, nil
-		case <-notice.C:
-			if err := notify(); err != nil {
-				cancel()
-				if <-turn == nil {
-					release()
-				}
-				return nil, err
-			}
+	timer := time.AfterFunc(maxTurn, release)
+	return func() {
+		if timer.Stop() {
+			release()
 		}
 	}
 }
@@ -179,7 +206,7 @@ func (x *beginning) fits(snapshot *cluster.Objects) bool {
 
 func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 	x := &beginning{
-		views: v, snapshot: snapshot, packs: map[packKind]*pack{},
+		views: v, snapshot: snapshot, packs: map[packKind]*pack{}, sums: map[packKind]*sums{},
 		byZone: map[string][]*api.ServiceState{}, large: map[*api.ServiceState]*sharedState{}, room: v.limit,
 	}
 	room := v.limit
@@ -193,7 +220,7 @@ func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 		}
 		if size := largeNode * len(s.nodes); len(s.nodes) >= manyNodes && size <= room {
 			room -= size
-			s.reported = true // by newPack, if it is too large
+			s.reported = true // by all, if it is too large
 			x.large[state] = s
 		}
 	}
@@ -207,27 +234,90 @@ const (
 	largeNode = 1000
 )
 
-// pack returns the pack for the nodes of a zone. If few services look different to the
-// zone, it shares a pack with all such zones.
-func (x *beginning) pack(kind packKind) *pack {
+// packFor returns the pack for clients of a kind.
+func (x *beginning) packFor(kind packKind) *pack {
+	return shared(x, x.packs, kind, x.newPack)
+}
+
+// sumsFor returns the sums for clients of a kind.
+func (x *beginning) sumsFor(kind packKind) *sums {
+	return shared(x, x.sums, kind, x.newSums)
+}
+
+// shared returns the value for clients of a kind. If few services look different to their
+// zone, it shares a value with all such zones.
+func shared[T any](x *beginning, values map[packKind]*T, kind packKind, newValue func(packKind) *T) *T {
 	if 20*len(x.byZone[kind.zone]) <= x.snapshot.States.Len() {
 		kind.zone = ""
 	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	p, ok := x.packs[kind]
+	v, ok := values[kind]
 	if !ok {
-		p = x.newPack(kind)
-		x.packs[kind] = p
+		v = newValue(kind)
+		values[kind] = v
 	}
-	return p
+	return v
+}
+
+// all yields all services, with their views for nodes without endpoints. A view is nil if
+// there is none.
+func (x *beginning) all(kind packKind) iter.Seq2[*sharedState, *nodeless] {
+	return func(yield func(*sharedState, *nodeless) bool) {
+		for _, state := range statesOf(x.snapshot.Snapshot).All() {
+			if state.Service == nil {
+				continue
+			}
+			s := newSharedState(state)
+			c := s.classOf("", kind.zone, kind.frontends)
+			v := &nodeless{kind: kind, view: c.view(x.snapshot.Snapshot, state)}
+			v.wire = x.views.marshal(s, c, v.view)
+			if !yield(s, v) {
+				return
+			}
+		}
+	}
+}
+
+// nodeless is a view for nodes without endpoints.
+type nodeless struct {
+	kind packKind
+	view *api.View
+	wire *wireView // nil if there is no view
+}
+
+// nodeEndpoint is an endpoint of a view, and its node.
+type nodeEndpoint struct {
+	wireEndpoint
+	node string
+}
+
+// endpoints returns the endpoints that the clients receive, sorted by key. The bool is
+// false if the views of some nodes differ from v in more than the field Local.
+func (v *nodeless) endpoints(s *sharedState) ([]nodeEndpoint, bool) {
+	if v.wire == nil || v.kind.frontends || !onlyLocalDiffers(s.state) {
+		return nil, false
+	}
+	list := make([]nodeEndpoint, 0, len(v.wire.endpoints))
+	add := func(endpoints []api.Endpoint, draining bool) {
+		for i := range endpoints {
+			e := &endpoints[i]
+			if shared, _ := s.endpoints.wire(e, draining); v.kind.who.receives(&shared) {
+				list = append(list, nodeEndpoint{shared, e.NodeName})
+			}
+		}
+	}
+	add(v.view.Endpoints, false)
+	add(v.view.Draining, true)
+	slices.SortFunc(list, func(a, b nodeEndpoint) int { return strings.Compare(a.key, b.key) })
+	return list, true
 }
 
 // packBytes is the approximate size of the operations that are compressed together.
 const packBytes = 256 << 10
 
 func (x *beginning) newPack(kind packKind) *pack {
-	p := &pack{zone: kind.zone, own: map[string][]ownService{}}
+	p := &pack{zone: kind.zone, patches: map[string]frame{}, own: map[string][]*api.ServiceState{}}
 	var ops, packed bytes.Buffer
 	w, _ := flate.NewWriter(&packed, flate.BestSpeed) // fails only if the level is invalid
 	flush := func() {
@@ -238,27 +328,14 @@ func (x *beginning) newPack(kind packKind) *pack {
 		ops.Reset()
 		p.frames = append(p.frames, newFrame(&localv1.OpItem{Op: &localv1.OpItem_Packed{Packed: packed.Bytes()}}))
 	}
-	for key, state := range statesOf(x.snapshot.Snapshot).All() {
-		if state.Service == nil {
+	for s, v := range x.all(kind) {
+		if list, ok := v.endpoints(s); !ok || !x.addPatches(p, v.wire.key, list) {
+			addOwn(p.own, s)
+		}
+		if v.wire == nil {
 			continue
 		}
-		s := newSharedState(state)
-		c := s.classOf("", kind.zone, kind.frontends)
-		shown := c.view(x.snapshot.Snapshot, state)
-		view := x.views.marshal(s, c, shown)
-		if patches := x.room - patchSize*len(s.nodes); view != nil && !kind.frontends && patches >= 0 && onlyLocalDiffers(state) {
-			x.room = patches
-			p.addPatches(s, shown, kind.who)
-		} else {
-			for node := range s.nodes {
-				p.own[node] = append(p.own[node], ownService{state: state})
-			}
-		}
-		if view == nil {
-			continue
-		}
-		p.services = append(p.services, newDigested(key, view.content(kind.who)))
-		for _, f := range view.newWhole(kind.who) {
+		for _, f := range v.wire.newWhole(kind.who) {
 			if ops.Write(f); ops.Len() >= packBytes {
 				flush()
 			}
@@ -267,12 +344,89 @@ func (x *beginning) newPack(kind packKind) *pack {
 	if ops.Len() > 0 {
 		flush()
 	}
-	sortDigested(p.services)
+	for node, patch := range p.patches {
+		p.patches[node] = bytes.Clone(patch) // without free space
+	}
 	return p
 }
 
-// patchSize is the approximate memory of a patch, in bytes.
-const patchSize = 300
+// addOwn lists a service at its nodes.
+func addOwn(own map[string][]*api.ServiceState, s *sharedState) {
+	for node := range s.nodes {
+		own[node] = append(own[node], s.state)
+	}
+}
+
+// addPatches adds the patches of a service for the nodes of its endpoints. It returns false
+// if there is no room for them.
+func (x *beginning) addPatches(p *pack, key types.NamespacedName, list []nodeEndpoint) bool {
+	size := 0
+	for i := range list {
+		size += len(key.Namespace) + len(key.Name) + len(list[i].key) + len(list[i].value) + 20
+	}
+	if size > x.room {
+		return false
+	}
+	x.room -= size
+	for i := range list {
+		if e := &list[i]; e.node != "" {
+			set := setFrame(localv1.Set_EndpointsSet, endpointPath(key, e.key), withLocal(e.value))
+			p.patches[e.node] = append(p.patches[e.node], set...)
+		}
+	}
+	return true
+}
+
+// maxHashed limits the bytes of a service that newSums hashes for all its nodes together.
+// A client waits for the digests of larger services only if it is on a node with their
+// endpoints.
+const maxHashed = 256 << 10
+
+func (x *beginning) newSums(kind packKind) *sums {
+	d := &sums{zone: kind.zone, patches: map[string][]ownSum{}, own: map[string][]*api.ServiceState{}}
+	for s, v := range x.all(kind) {
+		var content []byte
+		if v.wire != nil {
+			content = v.wire.content(kind.who)
+			d.services = append(d.services, newDigested(v.wire.key, content))
+		}
+		room := x.room - int(unsafe.Sizeof(ownSum{}))*len(s.nodes)
+		if list, ok := v.endpoints(s); ok && room >= 0 && len(content)*len(s.nodes) <= maxHashed {
+			x.room = room
+			d.addPatches(s, v.wire.service, list)
+		} else {
+			addOwn(d.own, s)
+		}
+	}
+	sortDigested(d.services)
+	for node, list := range d.patches {
+		d.patches[node] = slices.Clone(list) // without free space
+	}
+	return d
+}
+
+// addPatches adds the digests of a service for the nodes of its endpoints.
+func (d *sums) addPatches(s *sharedState, service []byte, list []nodeEndpoint) {
+	var content []byte
+	there := make([]wireEndpoint, len(list))
+	local := make([][]byte, len(list))
+	for i := range list {
+		local[i] = withLocal(list[i].value)
+	}
+	for node := range s.nodes {
+		found := false
+		for i := range list {
+			there[i] = list[i].wireEndpoint
+			if list[i].node == node && node != "" {
+				there[i].value, found = local[i], true
+			}
+		}
+		if found {
+			content = appendWhole(content[:0], service, there)
+			d.patches[node] = append(d.patches[node], ownSum{s.state, sha256.Sum256(content)})
+		}
+	}
+}
 
 // onlyLocalDiffers reports whether all nodes have the same view of a service, except that
 // the endpoints on a node are local there.
@@ -290,39 +444,13 @@ func onlyLocalDiffers(state *api.ServiceState) bool {
 	return true
 }
 
-// addPatches adds the patches of a service for which onlyLocalDiffers is true.
-func (p *pack) addPatches(s *sharedState, view *api.View, who audience) {
-	add := func(list []api.Endpoint, draining bool) {
-		for i := range list {
-			e := &list[i]
-			shared, _ := s.endpoints.wire(e, draining)
-			if e.NodeName == "" || !who.receives(&shared) {
-				continue
-			}
-			own := p.own[e.NodeName]
-			if len(own) == 0 || own[len(own)-1].state != s.state {
-				own = append(own, ownService{state: s.state})
-				p.own[e.NodeName] = own
-			}
-			patch := &own[len(own)-1].patch
-			*patch = append(*patch, setFrame(localv1.Set_EndpointsSet, endpointPath(view.Key(), shared.key), withLocal(shared.value))...)
-		}
+// own returns a node's own services of a pack or of sums, and those of the node's zone if
+// the pack is not of this zone. The states are those of the beginning.
+func (x *beginning) own(own []*api.ServiceState, zone string, to *target) []*api.ServiceState {
+	if zone == to.zone {
+		return own
 	}
-	add(view.Endpoints, false)
-	add(view.Draining, true)
-}
-
-// own returns the services whose view for the client may differ from the view in the
-// pack. The states are those of the beginning.
-func (w *watch) own(x *beginning, p *pack, to *target) []ownService {
-	own := p.own[w.name]
-	if p.zone != to.zone {
-		own = slices.Clip(own)
-		for _, state := range x.byZone[to.zone] {
-			own = append(own, ownService{state: state})
-		}
-	}
-	return own
+	return slices.Concat(own, x.byZone[to.zone])
 }
 
 // changes returns the states of the services that have changed since the beginning, or nil
@@ -339,7 +467,7 @@ func (x *beginning) shared(state *api.ServiceState) *sharedState {
 		return s
 	}
 	s := newSharedState(state)
-	s.reported = true // by newPack, if it is too large
+	s.reported = true // by all, if it is too large
 	return s
 }
 
@@ -351,32 +479,33 @@ func (x *beginning) marshal(s *sharedState, c class, view *api.View) *wireView {
 
 // sendAll brings a client without a valid token to the snapshot.
 func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
-	p := x.pack(packKind{w.who, w.frontends, to.zone})
+	kind := packKind{w.who, w.frontends, to.zone}
 	changes := x.changes(snapshot)
 	if n := bucketCount(w.have); n > 0 {
-		views := w.different(x, p, changes, to)
-		if discard, few := p.compare(w.have, n, views, w.who); few {
-			w.sendBuckets(p, snapshot, to, n, discard, views)
+		d := x.sumsFor(kind)
+		views := w.different(x, d, changes, to)
+		if discard, few := d.at(w.name, views, w.who).compare(w.have); few {
+			w.sendBuckets(d, snapshot, to, n, discard, views)
 			return
 		}
 	}
+	p := x.packFor(kind)
 	w.sender.ops(resetFrame())
 	if to.node != nil {
 		w.sendNode(to.node)
 	}
 	w.sender.ops(p.frames...)
-	for _, o := range w.own(x, p, to) {
+	if patch := p.patches[w.name]; patch != nil {
+		w.sender.ops(patch) // changed services are replaced or deleted below
+	}
+	for _, state := range x.own(p.own[w.name], p.zone, to) {
 		if w.sender.err != nil {
 			return
 		}
-		if _, ok := changes[o.state.Service.Key()]; ok {
+		if _, ok := changes[state.Service.Key()]; ok {
 			continue
 		}
-		if o.patch != nil {
-			w.sender.ops(o.patch)
-			continue
-		}
-		for _, frames := range w.patch(x, p, o.state, to) {
+		for _, frames := range w.patch(x, p, state, to) {
 			w.sender.ops(frames...)
 		}
 	}
@@ -424,14 +553,14 @@ func notIn(list, other []api.Endpoint) []api.Endpoint {
 	return rest
 }
 
-// different returns the client's views of all services that may differ from the pack. A
-// view is nil if the client has none.
-func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedName]*api.ServiceState, to *target) map[types.NamespacedName]*wireView {
+// different returns the client's views of all services that may differ from the sums,
+// except those whose digests are in d.patches. A view is nil if the client has none.
+func (w *watch) different(x *beginning, d *sums, changes map[types.NamespacedName]*api.ServiceState, to *target) map[types.NamespacedName]*wireView {
 	views := map[types.NamespacedName]*wireView{}
-	for _, o := range w.own(x, p, to) {
-		s := x.shared(o.state)
+	for _, state := range x.own(d.own[w.name], d.zone, to) {
+		s := x.shared(state)
 		c := s.classOf(w.name, to.zone, w.frontends)
-		views[o.state.Service.Key()] = x.marshal(s, c, c.view(x.snapshot.Snapshot, o.state))
+		views[state.Service.Key()] = x.marshal(s, c, c.view(x.snapshot.Snapshot, state))
 	}
 	for key, state := range changes {
 		views[key] = w.view(state, to)
@@ -439,44 +568,56 @@ func (w *watch) different(x *beginning, p *pack, changes map[types.NamespacedNam
 	return views
 }
 
-// compare returns the buckets in which the client's services differ from those of the
-// pack after the changes in changed. It also reports whether at most half of the
-// services are in these buckets. Tenants choose names, so one bucket may have most
-// services.
-func (p *pack) compare(have *localv1.Digests, n int, changed map[types.NamespacedName]*wireView, who audience) (differ []uint32, few bool) {
-	all, send := 0, 0
-	for bucket, services := range p.buckets(n, changed, who) {
-		all += len(services)
-		if !bytes.Equal(digestOf(have.GetSalt(), services), have.GetBuckets()[bucket*bucketDigest:][:bucketDigest]) {
-			differ = append(differ, uint32(bucket))
-			send += len(services)
-		}
-	}
-	return differ, 2*send <= all
+// nodeSums are the digests of all services at one node.
+type nodeSums struct {
+	services []digested // at other nodes, sorted
+	// The services that are different at this node, sorted. The field absent is true if the
+	// service is not in the node's view.
+	different []differentSum
 }
 
-// buckets yields the services of each of n buckets: those of the pack, changed by the given
-// views.
-func (p *pack) buckets(n int, changed map[types.NamespacedName]*wireView, who audience) func(yield func(bucket int, services []digested) bool) {
-	inBucket := map[int][]digested{}
-	for key, view := range changed {
-		bucket := bucketOf(orderOf(key), n)
-		list := inBucket[bucket]
-		if view != nil {
-			list = append(list, newDigested(key, view.content(who)))
+type differentSum struct {
+	digested
+	absent bool
+}
+
+// at returns the digests at a node. The argument views has the views of services that may
+// be different there, except those in d.patches.
+func (d *sums) at(node string, views map[types.NamespacedName]*wireView, who audience) *nodeSums {
+	n := &nodeSums{services: d.services}
+	n.different = make([]differentSum, 0, len(d.patches[node])+len(views))
+	for i := range d.patches[node] {
+		p := &d.patches[node][i]
+		key := p.state.Service.Key()
+		if _, ok := views[key]; !ok {
+			n.different = append(n.different, differentSum{digested: digested{key, orderOf(key), p.content}})
 		}
-		inBucket[bucket] = list
 	}
+	for key, view := range views {
+		if view == nil {
+			n.different = append(n.different, differentSum{digested{key: key, order: orderOf(key)}, true})
+		} else {
+			n.different = append(n.different, differentSum{digested: newDigested(key, view.content(who))})
+		}
+	}
+	slices.SortFunc(n.different, func(a, b differentSum) int { return cmp.Compare(a.order, b.order) })
+	return n
+}
+
+// buckets yields the services of each of count buckets. They are valid until the next
+// bucket.
+func (n *nodeSums) buckets(count int) iter.Seq2[int, []digested] {
 	return func(yield func(int, []digested) bool) {
-		for bucket, services := range bucketsOf(p.services, n) {
-			if list, ok := inBucket[bucket]; ok {
-				for _, s := range services {
-					if _, ok := changed[s.key]; !ok {
-						list = append(list, s)
-					}
-				}
-				sortDigested(list)
-				services = list
+		different := n.different
+		var list []digested
+		for bucket, services := range bucketsOf(n.services, count) {
+			end := 0
+			for end < len(different) && bucketOf(different[end].order, count) == bucket {
+				end++
+			}
+			if end > 0 {
+				list = merge(list[:0], services, different[:end])
+				services, different = list, different[end:]
 			}
 			if !yield(bucket, services) {
 				return
@@ -485,14 +626,54 @@ func (p *pack) buckets(n int, changed map[types.NamespacedName]*wireView, who au
 	}
 }
 
+// merge appends the services to list. Those in different replace others of the same name.
+func merge(list, services []digested, different []differentSum) []digested {
+	for i := range different {
+		if !different[i].absent {
+			list = append(list, different[i].digested)
+		}
+	}
+	for i := range services {
+		s := &services[i]
+		for len(different) > 0 && different[0].order < s.order {
+			different = different[1:]
+		}
+		replaced := false
+		for j := 0; j < len(different) && different[j].order == s.order; j++ {
+			replaced = replaced || different[j].key == s.key
+		}
+		if !replaced {
+			list = append(list, *s)
+		}
+	}
+	sortDigested(list)
+	return list
+}
+
+// compare returns the buckets in which the client's services differ from those of its
+// node. It also reports whether at most half of the services are in these buckets. Tenants
+// choose names, so one bucket may have most services.
+func (n *nodeSums) compare(have *localv1.Digests) (differ []uint32, few bool) {
+	all, send := 0, 0
+	h := newBucketHash(have.GetSalt())
+	for bucket, services := range n.buckets(bucketCount(have)) {
+		all += len(services)
+		if !bytes.Equal(h.of(services), have.GetBuckets()[bucket*bucketDigest:][:bucketDigest]) {
+			differ = append(differ, uint32(bucket))
+			send += len(services)
+		}
+	}
+	return differ, 2*send <= all
+}
+
 // sendBuckets replaces the services in some of n buckets.
-func (w *watch) sendBuckets(p *pack, snapshot *cluster.Objects, to *target, n int, buckets []uint32, changed map[types.NamespacedName]*wireView) {
+func (w *watch) sendBuckets(d *sums, snapshot *cluster.Objects, to *target, n int, buckets []uint32, changed map[types.NamespacedName]*wireView) {
 	w.sendNode(to.node)
 	if len(buckets) == 0 {
 		return
 	}
 	w.sender.ops(newFrame(&localv1.OpItem{Op: &localv1.OpItem_Discard{Discard: &localv1.Buckets{Numbers: buckets}}}))
-	for bucket, services := range bucketsOf(p.services, n) {
+	for bucket, services := range bucketsOf(d.services, n) {
 		if _, ok := slices.BinarySearch(buckets, uint32(bucket)); !ok {
 			continue
 		}

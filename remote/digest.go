@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
+	"hash"
 	"slices"
 
 	"github.com/kpng-project/kpng/internal/wire/localv1"
@@ -56,14 +57,24 @@ const (
 	saltSize     = 16
 )
 
-// digestOf returns the digest of a bucket with the given sorted services.
-func digestOf(salt []byte, services []digested) []byte {
-	h := sha256.New()
-	h.Write(salt)
+// bucketHash computes the digests of buckets.
+type bucketHash struct {
+	hash hash.Hash
+	salt []byte
+	sum  [sha256.Size]byte
+}
+
+func newBucketHash(salt []byte) *bucketHash { return &bucketHash{hash: sha256.New(), salt: salt} }
+
+// of returns the digest of a bucket with the given sorted services. It is valid until the
+// next call.
+func (h *bucketHash) of(services []digested) []byte {
+	h.hash.Reset()
+	h.hash.Write(h.salt)
 	for i := range services {
-		h.Write(services[i].content[:])
+		h.hash.Write(services[i].content[:])
 	}
-	return h.Sum(nil)[:bucketDigest]
+	return h.hash.Sum(h.sum[:0])[:bucketDigest]
 }
 
 // bucketsOf yields the services of each of n buckets. The services are sorted.
@@ -109,9 +120,9 @@ func digestsOf(salt []byte, list []digested) *localv1.Digests {
 	for n < len(list) && n < maxBuckets {
 		n *= 2
 	}
-	d := &localv1.Digests{Salt: salt}
+	d, h := &localv1.Digests{Salt: salt}, newBucketHash(salt)
 	for _, services := range bucketsOf(list, n) {
-		d.Buckets = append(d.Buckets, digestOf(salt, services)...)
+		d.Buckets = append(d.Buckets, h.of(services)...)
 	}
 	return d
 }

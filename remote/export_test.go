@@ -36,10 +36,11 @@ func (s *Server) DigestsFor(snapshot *cluster.Objects, node *api.Node) *localv1.
 	w.sender.snapshot = snapshot
 	to := w.newTarget(node)
 	x := s.beginnings.of(snapshot)
-	p := x.pack(packKind{who: complete, zone: to.zone})
-	d := digestsOf(make([]byte, saltSize), p.services)
-	for bucket, services := range p.buckets(bucketCount(d), w.different(x, p, nil, &to), complete) {
-		copy(d.Buckets[bucket*bucketDigest:], digestOf(d.Salt, services))
+	sums := x.sumsFor(packKind{who: complete, zone: to.zone})
+	d := digestsOf(make([]byte, saltSize), sums.services)
+	h, here := newBucketHash(d.Salt), sums.at(node.Name, w.different(x, sums, nil, &to), complete)
+	for bucket, services := range here.buckets(bucketCount(d)) {
+		copy(d.Buckets[bucket*bucketDigest:], h.of(services))
 	}
 	return d
 }

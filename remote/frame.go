@@ -56,15 +56,14 @@ func resetFrame() frame {
 
 // Each answer has its own Sync, so syncFrame encodes it fast, without package proto.
 func syncFrame(token []byte, stale bool) frame {
-	size := protowire.SizeTag(opItemSync) + protowire.SizeBytes(0)
+	size := sizeField(opItemSync, 0)
 	if token != nil {
-		size += protowire.SizeTag(opItemResume) + protowire.SizeBytes(len(token))
+		size += sizeField(opItemResume, len(token))
 	}
 	if stale {
 		size += protowire.SizeTag(opItemStale) + protowire.SizeVarint(1)
 	}
-	f := make(frame, 0, protowire.SizeTag(opItemBatch)+protowire.SizeBytes(size))
-	f = protowire.AppendVarint(protowire.AppendTag(f, opItemBatch, protowire.BytesType), uint64(size))
+	f := appendHead(make(frame, 0, sizeField(opItemBatch, size)), opItemBatch, size)
 	f = appendField(f, opItemSync, nil)
 	if token != nil {
 		f = appendField(f, opItemResume, token)
@@ -77,22 +76,51 @@ func syncFrame(token []byte, stale bool) frame {
 
 // replaceFrame returns the frame of an operation that sends a whole service.
 func replaceFrame(service []byte, endpoints []wireEndpoint) frame {
-	return appendField(nil, opItemBatch, appendField(nil, opItemReplace, encodeWhole(service, endpoints)))
+	whole := sizeWhole(service, endpoints)
+	item := sizeField(opItemReplace, whole)
+	f := make(frame, 0, sizeField(opItemBatch, item))
+	f = appendHead(f, opItemBatch, item)
+	f = appendHead(f, opItemReplace, whole)
+	return appendWhole(f, service, endpoints)
 }
 
 // encodeWhole returns the encoding of a WholeService.
 func encodeWhole(service []byte, endpoints []wireEndpoint) []byte {
-	whole := appendField(nil, wholeService, service)
+	return appendWhole(make([]byte, 0, sizeWhole(service, endpoints)), service, endpoints)
+}
+
+func appendWhole(b, service []byte, endpoints []wireEndpoint) []byte {
+	b = appendField(b, wholeService, service)
 	for i := range endpoints {
 		e := &endpoints[i]
-		size := protowire.SizeTag(keyedEndpointKey) + protowire.SizeBytes(len(e.key)) +
-			protowire.SizeTag(keyedEndpointData) + protowire.SizeBytes(len(e.value))
-		whole = protowire.AppendTag(whole, wholeEndpoints, protowire.BytesType)
-		whole = protowire.AppendVarint(whole, uint64(size))
-		whole = appendField(whole, keyedEndpointKey, []byte(e.key))
-		whole = appendField(whole, keyedEndpointData, e.value)
+		b = appendHead(b, wholeEndpoints, e.keyedSize())
+		b = protowire.AppendString(protowire.AppendTag(b, keyedEndpointKey, protowire.BytesType), e.key)
+		b = appendField(b, keyedEndpointData, e.value)
 	}
-	return whole
+	return b
+}
+
+func sizeWhole(service []byte, endpoints []wireEndpoint) int {
+	size := sizeField(wholeService, len(service))
+	for i := range endpoints {
+		size += sizeField(wholeEndpoints, endpoints[i].keyedSize())
+	}
+	return size
+}
+
+// keyedSize returns the size of the encoded KeyedEndpoint.
+func (e *wireEndpoint) keyedSize() int {
+	return sizeField(keyedEndpointKey, len(e.key)) + sizeField(keyedEndpointData, len(e.value))
+}
+
+// appendHead appends the tag and the length of a field.
+func appendHead(b []byte, number protowire.Number, size int) []byte {
+	return protowire.AppendVarint(protowire.AppendTag(b, number, protowire.BytesType), uint64(size))
+}
+
+// sizeField returns the size of a field with its tag and its length.
+func sizeField(number protowire.Number, size int) int {
+	return protowire.SizeTag(number) + protowire.SizeBytes(size)
 }
 
 func appendField(b []byte, number protowire.Number, value []byte) []byte {

@@ -11,7 +11,6 @@ import (
 	"iter"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 	"unsafe"
@@ -63,7 +62,7 @@ type pack struct {
 	zone   string
 	frames []frame
 	// By node: the operations that turn views in the pack into the node's views.
-	patches map[string]frame
+	patches map[string][]frame
 	// By node: the other services whose views at the node may differ from those in the pack.
 	own map[string][]*api.ServiceState
 }
@@ -211,7 +210,7 @@ func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 	}
 	room := v.limit
 	for _, state := range statesOf(snapshot.Snapshot).All() {
-		if state.Service == nil {
+		if state.Service == nil || endpoints(state) < manyNodes && onlyLocalDiffers(state) {
 			continue
 		}
 		s := newSharedState(state)
@@ -225,6 +224,13 @@ func newBeginning(v *views, snapshot *cluster.Objects) *beginning {
 		}
 	}
 	return x
+}
+
+func endpoints(state *api.ServiceState) (n int) {
+	for _, slice := range state.Slices {
+		n += len(slice.Endpoints)
+	}
+	return n
 }
 
 // If a service has endpoints on at least manyNodes nodes, a beginning keeps its marshalled
@@ -271,7 +277,7 @@ func (x *beginning) all(kind packKind) iter.Seq2[*sharedState, *nodeless] {
 			s := newSharedState(state)
 			c := s.classOf("", kind.zone, kind.frontends)
 			v := &nodeless{kind: kind, view: c.view(x.snapshot.Snapshot, state)}
-			v.wire = x.views.marshal(s, c, v.view)
+			v.wire = x.views.marshal(s, c, v.view, nil)
 			if !yield(s, v) {
 				return
 			}
@@ -298,18 +304,17 @@ func (v *nodeless) endpoints(s *sharedState) ([]nodeEndpoint, bool) {
 	if v.wire == nil || v.kind.frontends || !onlyLocalDiffers(s.state) {
 		return nil, false
 	}
-	list := make([]nodeEndpoint, 0, len(v.wire.endpoints))
-	add := func(endpoints []api.Endpoint, draining bool) {
+	nodes := make(map[string]string, len(v.wire.endpoints)) // by key
+	for _, endpoints := range [][]api.Endpoint{v.view.Endpoints, v.view.Draining} {
 		for i := range endpoints {
-			e := &endpoints[i]
-			if shared, _ := s.endpoints.wire(e, draining); v.kind.who.receives(&shared) {
-				list = append(list, nodeEndpoint{shared, e.NodeName})
-			}
+			nodes[wireKey(&endpoints[i])] = endpoints[i].NodeName
 		}
 	}
-	add(v.view.Endpoints, false)
-	add(v.view.Draining, true)
-	slices.SortFunc(list, func(a, b nodeEndpoint) int { return strings.Compare(a.key, b.key) })
+	all := v.wire.received(v.kind.who)
+	list := make([]nodeEndpoint, len(all))
+	for i, e := range all {
+		list[i] = nodeEndpoint{e, nodes[e.key]}
+	}
 	return list, true
 }
 
@@ -317,7 +322,7 @@ func (v *nodeless) endpoints(s *sharedState) ([]nodeEndpoint, bool) {
 const packBytes = 256 << 10
 
 func (x *beginning) newPack(kind packKind) *pack {
-	p := &pack{zone: kind.zone, patches: map[string]frame{}, own: map[string][]*api.ServiceState{}}
+	p := &pack{zone: kind.zone, patches: map[string][]frame{}, own: map[string][]*api.ServiceState{}}
 	var ops, packed bytes.Buffer
 	w, _ := flate.NewWriter(&packed, flate.BestSpeed) // fails only if the level is invalid
 	flush := func() {
@@ -344,9 +349,6 @@ func (x *beginning) newPack(kind packKind) *pack {
 	if ops.Len() > 0 {
 		flush()
 	}
-	for node, patch := range p.patches {
-		p.patches[node] = bytes.Clone(patch) // without free space
-	}
 	return p
 }
 
@@ -357,21 +359,25 @@ func addOwn(own map[string][]*api.ServiceState, s *sharedState) {
 	}
 }
 
+// patchOverhead is the approximate size of a patch in memory, without its strings.
+const patchOverhead = 50
+
 // addPatches adds the patches of a service for the nodes of its endpoints. It returns false
 // if there is no room for them.
 func (x *beginning) addPatches(p *pack, key types.NamespacedName, list []nodeEndpoint) bool {
 	size := 0
 	for i := range list {
-		size += len(key.Namespace) + len(key.Name) + len(list[i].key) + len(list[i].value) + 20
+		size += len(key.Namespace) + len(key.Name) + len(list[i].key) + len(list[i].value) + patchOverhead
 	}
 	if size > x.room {
 		return false
 	}
 	x.room -= size
+	var local []byte
 	for i := range list {
 		if e := &list[i]; e.node != "" {
-			set := setFrame(localv1.Set_EndpointsSet, endpointPath(key, e.key), withLocal(e.value))
-			p.patches[e.node] = append(p.patches[e.node], set...)
+			local = appendLocal(local[:0], e.value)
+			p.patches[e.node] = append(p.patches[e.node], setFrame(localv1.Set_EndpointsSet, endpointPath(key, e.key), local))
 		}
 	}
 	return true
@@ -384,16 +390,17 @@ const maxHashed = 256 << 10
 
 func (x *beginning) newSums(kind packKind) *sums {
 	d := &sums{zone: kind.zone, patches: map[string][]ownSum{}, own: map[string][]*api.ServiceState{}}
+	var content, scratch []byte
 	for s, v := range x.all(kind) {
-		var content []byte
+		content = content[:0]
 		if v.wire != nil {
-			content = v.wire.content(kind.who)
+			content = v.wire.appendContent(content, kind.who)
 			d.services = append(d.services, newDigested(v.wire.key, content))
 		}
 		room := x.room - int(unsafe.Sizeof(ownSum{}))*len(s.nodes)
 		if list, ok := v.endpoints(s); ok && room >= 0 && len(content)*len(s.nodes) <= maxHashed {
 			x.room = room
-			d.addPatches(s, v.wire.service, list)
+			scratch = d.addPatches(s, v.wire.service, list, scratch)
 		} else {
 			addOwn(d.own, s)
 		}
@@ -405,27 +412,26 @@ func (x *beginning) newSums(kind packKind) *sums {
 	return d
 }
 
-// addPatches adds the digests of a service for the nodes of its endpoints.
-func (d *sums) addPatches(s *sharedState, service []byte, list []nodeEndpoint) {
-	var content []byte
+// addPatches adds the digests of a service for the nodes of its endpoints. It writes to
+// scratch, and returns it.
+func (d *sums) addPatches(s *sharedState, service []byte, list []nodeEndpoint, scratch []byte) []byte {
 	there := make([]wireEndpoint, len(list))
-	local := make([][]byte, len(list))
-	for i := range list {
-		local[i] = withLocal(list[i].value)
-	}
 	for node := range s.nodes {
-		found := false
+		scratch = scratch[:0]
 		for i := range list {
 			there[i] = list[i].wireEndpoint
 			if list[i].node == node && node != "" {
-				there[i].value, found = local[i], true
+				at := len(scratch)
+				scratch = appendLocal(scratch, there[i].value)
+				there[i].value = scratch[at:]
 			}
 		}
-		if found {
-			content = appendWhole(content[:0], service, there)
-			d.patches[node] = append(d.patches[node], ownSum{s.state, sha256.Sum256(content)})
+		if at := len(scratch); at > 0 {
+			scratch = appendWhole(scratch, service, there)
+			d.patches[node] = append(d.patches[node], ownSum{s.state, sha256.Sum256(scratch[at:])})
 		}
 	}
+	return scratch
 }
 
 // onlyLocalDiffers reports whether all nodes have the same view of a service, except that
@@ -474,7 +480,7 @@ func (x *beginning) shared(state *api.ServiceState) *sharedState {
 func (x *beginning) marshal(s *sharedState, c class, view *api.View) *wireView {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return x.views.marshal(s, c, view)
+	return x.views.marshal(s, c, view, &s.endpoints)
 }
 
 // sendAll brings a client without a valid token to the snapshot.
@@ -495,9 +501,7 @@ func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
 		w.sendNode(to.node)
 	}
 	w.sender.ops(p.frames...)
-	if patch := p.patches[w.name]; patch != nil {
-		w.sender.ops(patch) // changed services are replaced or deleted below
-	}
+	w.sender.ops(p.patches[w.name]...) // changed services are replaced or deleted below
 	for _, state := range x.own(p.own[w.name], p.zone, to) {
 		if w.sender.err != nil {
 			return

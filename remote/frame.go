@@ -3,6 +3,8 @@
 package remote
 
 import (
+	"strings"
+
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/mem"
@@ -13,10 +15,15 @@ import (
 // Field numbers of the messages that this file assembles from marshalled parts.
 const (
 	opItemSync        protowire.Number = 1
+	opItemSet         protowire.Number = 2
 	opItemReplace     protowire.Number = 100
 	opItemBatch       protowire.Number = 101
 	opItemResume      protowire.Number = 102
 	opItemStale       protowire.Number = 103
+	valueRef          protowire.Number = 1
+	valueBytes        protowire.Number = 2
+	refSet            protowire.Number = 1
+	refPath           protowire.Number = 2
 	wholeService      protowire.Number = 1
 	wholeEndpoints    protowire.Number = 2
 	keyedEndpointKey  protowire.Number = 1
@@ -40,10 +47,24 @@ func (f frame) item() []byte {
 	return f[tag+length:]
 }
 
+// A beginning has a Set for each endpoint, so setFrame encodes it without package proto.
 func setFrame(set localv1.Set, path string, value []byte) frame {
-	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{
-		Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value,
-	}}})
+	path = strings.ToValidUTF8(path, "\uFFFD") // protobuf strings have to be UTF-8
+	ref := protowire.SizeTag(refSet) + protowire.SizeVarint(uint64(set)) + sizeField(refPath, len(path))
+	both := sizeField(valueRef, ref)
+	if len(value) > 0 {
+		both += sizeField(valueBytes, len(value))
+	}
+	item := sizeField(opItemSet, both)
+	f := appendHead(make(frame, 0, sizeField(opItemBatch, item)), opItemBatch, item)
+	f = appendHead(f, opItemSet, both)
+	f = appendHead(f, valueRef, ref)
+	f = protowire.AppendVarint(protowire.AppendTag(f, refSet, protowire.VarintType), uint64(set))
+	f = protowire.AppendString(protowire.AppendTag(f, refPath, protowire.BytesType), path)
+	if len(value) > 0 {
+		f = appendField(f, valueBytes, value)
+	}
+	return f
 }
 
 func deleteFrame(set localv1.Set, path string) frame {
@@ -148,8 +169,8 @@ func (c rawCodec) Marshal(v any) (mem.BufferSlice, error) {
 	return c.CodecV2.Marshal(v)
 }
 
-// withLocal adds the field Local to the encoding of an endpoint.
-func withLocal(endpoint []byte) []byte {
+// appendLocal appends the encoding of an endpoint, with the field Local.
+func appendLocal(b, endpoint []byte) []byte {
 	at := 0
 	for at < len(endpoint) {
 		number, _, size := protowire.ConsumeField(endpoint[at:])
@@ -158,7 +179,7 @@ func withLocal(endpoint []byte) []byte {
 		}
 		at += size
 	}
-	b := append(make([]byte, 0, len(endpoint)+2), endpoint[:at]...)
+	b = append(b, endpoint[:at]...)
 	b = protowire.AppendVarint(protowire.AppendTag(b, endpointLocal, protowire.VarintType), 1)
 	return append(b, endpoint[at:]...)
 }

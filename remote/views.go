@@ -64,7 +64,7 @@ func (v *views) viewFor(snapshot *cluster.Snapshot, state *api.ServiceState, nod
 // compute computes the view of s for a class. The result is nil if there is no view, or if
 // a message cannot contain it. The caller holds s.mu.
 func (v *views) compute(snapshot *cluster.Snapshot, s *sharedState, c class) *wireView {
-	return v.marshal(s, c, c.view(snapshot, s.state))
+	return v.marshal(s, c, c.view(snapshot, s.state), &s.endpoints)
 }
 
 // view returns the view of a state for the nodes of the class, or nil if there is none.
@@ -77,8 +77,9 @@ func (c class) view(snapshot *cluster.Snapshot, state *api.ServiceState) *api.Vi
 }
 
 // marshal marshals a view of s. The result is nil if view is nil, or if a message cannot
-// contain it. The caller holds s.mu.
-func (v *views) marshal(s *sharedState, c class, view *api.View) *wireView {
+// contain it. Endpoints that are in m are not marshalled again; m may be nil. The caller
+// holds s.mu.
+func (v *views) marshal(s *sharedState, c class, view *api.View, m *marshalled) *wireView {
 	if view == nil {
 		return nil
 	}
@@ -88,7 +89,7 @@ func (v *views) marshal(s *sharedState, c class, view *api.View) *wireView {
 	if c.frontends {
 		w, err = newWireFrontends(v.ids.Add(1), view)
 	} else {
-		w, err = newWireView(v.ids.Add(1), view, &s.endpoints)
+		w, err = newWireView(v.ids.Add(1), view, m)
 	}
 	if err != nil {
 		if !s.reported {

@@ -84,16 +84,24 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 			return list[i].wireEndpoint, false
 		}
 	}
-	w := wireEndpoint{
-		key:       strings.ToValidUTF8(e.Key(), "\uFFFD"), // protobuf strings have to be UTF-8
-		value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
-		elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
-	}
+	w := newWireEndpoint(e, draining)
 	*m = slices.Insert(list, i, &marshalledEndpoint{w, *e, draining})
 	return w, true
 }
 
-// newWireView marshals v. Endpoints that are in m are not marshalled again.
+func newWireEndpoint(e *api.Endpoint, draining bool) wireEndpoint {
+	return wireEndpoint{
+		key:       wireKey(e),
+		value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
+		elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
+	}
+}
+
+// wireKey returns the key of an endpoint as a string of protobuf, which has to be UTF-8.
+func wireKey(e *api.Endpoint) string { return strings.ToValidUTF8(e.Key(), "\uFFFD") }
+
+// newWireView marshals v. Endpoints that are in m are not marshalled again. If m is nil,
+// all endpoints are marshalled.
 func newWireView(id uint64, v *api.View, m *marshalled) (*wireView, error) {
 	if len(v.Lost) > maxLost {
 		v = withoutLost(v)
@@ -141,6 +149,11 @@ func newWireFrontends(id uint64, v *api.View) (*wireView, error) {
 
 func (w *wireView) add(list []api.Endpoint, draining bool, m *marshalled) {
 	for i := range list {
+		if m == nil {
+			w.endpoints = append(w.endpoints, newWireEndpoint(&list[i], draining))
+			w.values++
+			continue
+		}
 		e, fresh := m.wire(&list[i], draining)
 		w.endpoints = append(w.endpoints, e)
 		w.size += 60 + len(e.key) + len(e.value)
@@ -293,36 +306,38 @@ func (w *wireView) whole(who audience) []frame {
 }
 
 // content returns the encoding of a view from which digests are computed.
-func (w *wireView) content(who audience) []byte {
+func (w *wireView) content(who audience) []byte { return w.appendContent(nil, who) }
+
+func (w *wireView) appendContent(b []byte, who audience) []byte {
 	if w.set == localv1.Set_FrontendsSet {
-		return w.service
+		return append(b, w.service...)
 	}
-	var endpoints []wireEndpoint
-	for i := range w.endpoints {
-		if who.receives(&w.endpoints[i]) {
-			endpoints = append(endpoints, w.endpoints[i])
-		}
+	return appendWhole(b, w.service, w.received(who))
+}
+
+// received returns the endpoints that an audience receives.
+func (w *wireView) received(who audience) []wireEndpoint {
+	missed := func(e wireEndpoint) bool { return !who.receives(&e) }
+	if !slices.ContainsFunc(w.endpoints, missed) {
+		return w.endpoints
 	}
-	return encodeWhole(w.service, endpoints)
+	return slices.DeleteFunc(slices.Clone(w.endpoints), missed)
 }
 
 func (w *wireView) newWhole(who audience) []frame {
 	if w.set == localv1.Set_FrontendsSet {
 		return []frame{setFrame(w.set, servicePath(w.key), w.service)}
 	}
-	var listed []wireEndpoint
-	var rest []frame
-	size := len(w.service)
-	for i := range w.endpoints {
-		e := &w.endpoints[i]
-		if !who.receives(e) {
-			continue
-		}
-		if size += len(e.key) + len(e.value); size <= maxWhole {
-			listed = append(listed, *e)
-		} else {
-			rest = append(rest, setFrame(localv1.Set_EndpointsSet, endpointPath(w.key, e.key), e.value))
-		}
+	all := w.received(who)
+	listed, size := 0, len(w.service)
+	for listed < len(all) && size+len(all[listed].key)+len(all[listed].value) <= maxWhole {
+		size += len(all[listed].key) + len(all[listed].value)
+		listed++
 	}
-	return append([]frame{replaceFrame(w.service, listed)}, rest...)
+	frames := make([]frame, 0, 1+len(all)-listed)
+	frames = append(frames, replaceFrame(w.service, all[:listed]))
+	for _, e := range all[listed:] {
+		frames = append(frames, setFrame(localv1.Set_EndpointsSet, endpointPath(w.key, e.key), e.value))
+	}
+	return frames
 }

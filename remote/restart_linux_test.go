@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -24,6 +25,8 @@ import (
 )
 
 const firstServices, firstNodes = 10_000, 5_000
+
+var firstClients = flag.Int("first-clients", firstNodes, "number of clients of BenchmarkFirstSync and BenchmarkMove")
 
 // firstState returns a state whose objects are as long and as different as those of a real
 // cluster. It is the same in all processes.
@@ -50,7 +53,7 @@ func BenchmarkFirstSync(b *testing.B) {
 				address := socket(b)
 				server := startRestarted(b, address)
 				c := &crowd{Addresses: []string{address}, PerNode: 1, Packed: true}
-				for i := range firstNodes {
+				for i := range *firstClients {
 					n := crowdNode{Name: apitest.NodeName(i), Token: []byte{}}
 					if kind == "tokens" {
 						n.Token = server.tokens[n.Name]
@@ -63,8 +66,8 @@ func BenchmarkFirstSync(b *testing.B) {
 				next := c.start(b)
 				round := next()
 				used(round, "")
-				if kind == "new" && round.Resets != firstNodes {
-					b.Fatalf("%d clients received everything, want %d", round.Resets, firstNodes)
+				if kind == "new" && round.Resets != *firstClients {
+					b.Fatalf("%d clients received everything, want %d", round.Resets, *firstClients)
 				}
 				if kind == "new" {
 					server.kill()
@@ -95,7 +98,7 @@ func BenchmarkMove(b *testing.B) {
 			relays[i] = startRestarted(b, addresses[i])
 			// The clients of the first relay also know the second one, which does not run yet.
 			c := &crowd{Addresses: addresses[i:], PerNode: 1, Packed: true}
-			for n := i; n < firstNodes; n += 2 {
+			for n := i; n < *firstClients; n += 2 {
 				name := apitest.NodeName(n)
 				c.Nodes = append(c.Nodes, crowdNode{Name: name, Token: relays[i].tokens[name], Again: digests[n]})
 			}
@@ -120,7 +123,7 @@ func BenchmarkMove(b *testing.B) {
 func firstDigests(b *testing.B) (all []*localv1.Digests) {
 	state := firstState()
 	server, snapshot := newBenchServer(b, state), state.Objects()
-	for i := range firstNodes {
+	for i := range *firstClients {
 		node, _ := snapshot.Nodes.Get(apitest.NodeName(i))
 		all = append(all, server.DigestsFor(snapshot, node))
 	}
@@ -173,7 +176,7 @@ func (r *restarted) measure(b *testing.B) (report func(round *crowdRound, prefix
 		b.ReportMetric(0, "ns/op")
 		b.ReportMetric(round.syncTime(1).Sub(began).Seconds(), prefix+"all-synced-s")
 		b.ReportMetric((processTime(b, pid) - cpu).Seconds(), prefix+"server-cpu-s")
-		b.ReportMetric(float64(round.Bytes)/firstNodes/1e3, prefix+"kB/client")
+		b.ReportMetric(float64(round.Bytes)/float64(*firstClients)/1e3, prefix+"kB/client")
 		b.ReportMetric(before/(1<<20), prefix+"rss-before-MiB")
 		b.ReportMetric(residentMemory(b, pid, "VmHWM:")/(1<<20), prefix+"peak-rss-MiB")
 	}
@@ -210,6 +213,7 @@ func runRestarted(address string) {
 		for name, node := range state.Snapshot().Nodes.All() {
 			tokens[name] = server.TokenFor(node)
 		}
+		debug.SetGCPercent(50) // as kpng to-api
 		debug.FreeOSMemory()
 		l, err := remote.Listen(address, 0)
 		if err != nil {

@@ -95,10 +95,11 @@ func configure(s sink.Sink) error {
 	return nil
 }
 
-// setCollection lets garbage grow to half of the used heap, in place of the whole, unless
+// SetCollection lets garbage grow to half of the used heap, in place of the whole, unless
 // GOGC is set. Proxies run on each node, so their memory counts more than the processor time
-// at the start. Later, a proxy makes little garbage.
-func setCollection() {
+// at the start. Later, a proxy makes little garbage. A server makes most of its garbage when
+// many clients connect at the same time.
+func SetCollection() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(50)
 	}
@@ -110,7 +111,7 @@ func setCollection() {
 // metrics are exported too. If s is a [Backend], so are those of its parts. The registry has
 // the metrics in collected.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink, registry *prometheus.Registry, collected *metrics.Metrics) error {
-	setCollection()
+	SetCollection()
 	var parts Parts
 	backend, isBackend := sink.As[*Backend](s)
 	if isBackend {

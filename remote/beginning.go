@@ -242,17 +242,17 @@ const (
 
 // packFor returns the pack for clients of a kind.
 func (x *beginning) packFor(kind packKind) *pack {
-	return shared(x, x.packs, kind, x.newPack)
+	return forKind(x, x.packs, kind, x.newPack)
 }
 
 // sumsFor returns the sums for clients of a kind.
 func (x *beginning) sumsFor(kind packKind) *sums {
-	return shared(x, x.sums, kind, x.newSums)
+	return forKind(x, x.sums, kind, x.newSums)
 }
 
-// shared returns the value for clients of a kind. If few services look different to their
+// forKind returns the value for clients of a kind. If few services look different to their
 // zone, it shares a value with all such zones.
-func shared[T any](x *beginning, values map[packKind]*T, kind packKind, newValue func(packKind) *T) *T {
+func forKind[T any](x *beginning, values map[packKind]*T, kind packKind, newValue func(packKind) *T) *T {
 	if 20*len(x.byZone[kind.zone]) <= x.snapshot.States.Len() {
 		kind.zone = ""
 	}
@@ -585,6 +585,11 @@ type differentSum struct {
 	absent bool
 }
 
+// compare sorts by bucket, and then by name: tenants can choose names of one order.
+func (s differentSum) compare(other digested) int {
+	return cmp.Or(cmp.Compare(s.order, other.order), ordering.Keys(s.key, other.key))
+}
+
 // at returns the digests at a node. The argument views has the views of services that may
 // be different there, except those in d.patches.
 func (d *sums) at(node string, views map[types.NamespacedName]*wireView, who audience) *nodeSums {
@@ -604,7 +609,7 @@ func (d *sums) at(node string, views map[types.NamespacedName]*wireView, who aud
 			n.different = append(n.different, differentSum{digested: newDigested(key, view.content(who))})
 		}
 	}
-	slices.SortFunc(n.different, func(a, b differentSum) int { return cmp.Compare(a.order, b.order) })
+	slices.SortFunc(n.different, func(a, b differentSum) int { return a.compare(b.digested) })
 	return n
 }
 
@@ -638,16 +643,8 @@ func merge(list, services []digested, different []differentSum) []digested {
 		}
 	}
 	for i := range services {
-		s := &services[i]
-		for len(different) > 0 && different[0].order < s.order {
-			different = different[1:]
-		}
-		replaced := false
-		for j := 0; j < len(different) && different[j].order == s.order; j++ {
-			replaced = replaced || different[j].key == s.key
-		}
-		if !replaced {
-			list = append(list, *s)
+		if _, replaced := slices.BinarySearchFunc(different, services[i], differentSum.compare); !replaced {
+			list = append(list, services[i])
 		}
 	}
 	sortDigested(list)

@@ -37,7 +37,7 @@ func TestBucketsOfANode(t *testing.T) {
 				n.different = append(n.different, differentSum{digested: s})
 			}
 		}
-		slices.SortStableFunc(n.different, func(a, b differentSum) int { return int(a.order>>29) - int(b.order>>29) })
+		slices.SortFunc(n.different, func(a, b differentSum) int { return a.compare(b.digested) })
 		before := slices.Clone(n.services)
 		for count := 1; count <= 16; count *= 2 {
 			want := make([][]digested, count)

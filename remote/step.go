@@ -19,7 +19,7 @@ type step struct {
 	nodes, zones map[string]struct{}
 
 	mu  sync.Mutex
-	ops map[stepKind][]frame
+	ops map[stepKind]func() []frame // each computes its operations once
 }
 
 // stepKind identifies the clients that get the same operations.
@@ -62,7 +62,7 @@ func (p *publisher) forgetSteps() {
 func newStep(d statesDelta, v *views) *step {
 	s := &step{
 		from: d.Old.Revision(), to: d.New.Revision(), changes: slices.Collect(d.Changes()),
-		nodes: map[string]struct{}{}, zones: map[string]struct{}{}, ops: map[stepKind][]frame{},
+		nodes: map[string]struct{}{}, zones: map[string]struct{}{}, ops: map[stepKind]func() []frame{},
 	}
 	for _, c := range s.changes {
 		for _, state := range []*api.ServiceState{c.Old, c.New} {
@@ -90,11 +90,12 @@ func (w *watch) sendStep(s *step, to *target) {
 	s.mu.Lock()
 	ops, ok := s.ops[kind]
 	if !ok {
-		ops = w.shared(s, to)
+		here := *to // so that to does not escape
+		ops = sync.OnceValue(func() []frame { return w.shared(s, &here) })
 		s.ops[kind] = ops
 	}
 	s.mu.Unlock()
-	w.sender.ops(ops...)
+	w.sender.ops(ops()...)
 }
 
 // shared returns the operations for all clients of the same kind as w. If the clients

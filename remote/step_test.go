@@ -120,3 +120,23 @@ func TestSharedAnswersAreCheap(t *testing.T) {
 		t.Logf("%v allocations", one)
 	}
 }
+
+// A client does not wait for the operations of clients of another kind.
+func TestOtherKindsDoNotWait(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	server, err := NewServer(state, ServerOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := server.newWatch(&sent{ctx: t.Context()}, caller{}, &localv1.WatchReq{NodeName: "n", Batches: true})
+	s := &step{ops: map[stepKind]func() []frame{}}
+	s.ops[stepKind{batches: true}] = func() []frame {
+		other := server.newWatch(&sent{ctx: t.Context()}, caller{}, &localv1.WatchReq{NodeName: "n"})
+		other.sendStep(s, &target{})
+		return nil
+	}
+	w.sendStep(s, &target{})
+	if len(s.ops) != 2 {
+		t.Errorf("operations of %d kinds, want 2", len(s.ops))
+	}
+}

@@ -41,3 +41,18 @@ func TestFramesAreProtobuf(t *testing.T) {
 		}
 	}
 }
+
+func TestLocalIsAdded(t *testing.T) {
+	for _, e := range []*localv1.Endpoint{
+		{},
+		{Hostname: "h"},
+		{IPs: &localv1.IPSet{V4: []string{"10.0.0.1"}}, Hostname: "h"},
+		{IPs: &localv1.IPSet{V6: []string{"fd00::1"}}, Draining: true},
+	} {
+		elsewhere := localv1.Marshal(e)
+		e.Local = true
+		if got, want := appendLocal(nil, elsewhere), localv1.Marshal(e); !bytes.Equal(got, want) {
+			t.Errorf("%v: %x, want %x", e, got, want)
+		}
+	}
+}

@@ -191,26 +191,24 @@ func TestKpngAcceptsArgumentsOfManifests(t *testing.T) {
 	}
 }
 
-// TestKustomizationInDocs renders the examples in docs/operate/install.md with the files of this
-// checkout.
+// TestKustomizationInDocs renders the examples in docs/operate with the files of this checkout.
 func TestKustomizationInDocs(t *testing.T) {
-	page, err := os.ReadFile("../../docs/operate/install.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	examples := regexp.MustCompile("(?s)```yaml\n(resources:.*?)```").FindAllSubmatch(page, -1)
-	wanted := [][]string{
-		{"image: registry.example/kpng:v0.1.0\n", "value: 192.0.2.1\n", "name: kpng-nftables\n", "fieldPath: spec.nodeName\n"},
-		{"path: /etc/kpng\n", "mountPath: /var/lib/kubelet/pki\n", "            path: ca.crt\n          name: kpng-authority\n"},
-	}
-	if len(examples) != len(wanted) {
-		t.Fatalf("docs/operate/install.md has %d examples, want %d", len(examples), len(wanted))
-	}
-	for i, example := range examples {
-		rendered := renderExample(t, example[1])
-		for _, want := range wanted[i] {
+	for name, wanted := range map[string][]string{
+		"install.md":  {"image: registry.example/kpng:v0.1.0\n", "value: 192.0.2.1\n", "name: kpng-nftables\n", "- --cluster-cidr=10.244.0.0/16\n", "fieldPath: spec.nodeName\n"},
+		"security.md": {"path: /etc/kpng\n", "mountPath: /var/lib/kubelet/pki\n", "            path: ca.crt\n          name: kpng-authority\n"},
+	} {
+		page, err := os.ReadFile("../../docs/operate/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		examples := regexp.MustCompile("(?s)```yaml\n(resources:.*?)```").FindAllSubmatch(page, -1)
+		if len(examples) != 1 {
+			t.Fatalf("%s has %d examples, want 1", name, len(examples))
+		}
+		rendered := renderExample(t, examples[0][1])
+		for _, want := range wanted {
 			if !bytes.Contains(rendered, []byte(want)) {
-				t.Errorf("the manifest of example %d has no %q:\n%s", i+1, want, rendered)
+				t.Errorf("the manifest of the example in %s has no %q:\n%s", name, want, rendered)
 			}
 		}
 	}

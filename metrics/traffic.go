@@ -57,7 +57,8 @@ type traffic struct {
 	reads uint64
 	ports map[trafficPort]*portTraffic
 	own   int // number of ports with series of their own
-	// sorted has these ports, sorted by their labels, or is nil if they have changed.
+	// sorted has the ports of the map ports, sorted by their labels. It is nil after the map
+	// has changed.
 	sorted []*portTraffic
 	// counted reports which numbers the dataplane counts.
 	counted [len(numbers{})]bool

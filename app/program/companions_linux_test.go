@@ -25,9 +25,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// BenchmarkCompanions measures the CPU time of changes of one endpoint. It compares a
-// proxy with only the backend nftables, and a proxy that also has health checks and
-// connection tracking, with separate feeds and with feeds that share views.
+// BenchmarkCompanions measures the CPU time of changes of one endpoint in three proxies. The
+// first has only the backend nftables. The others also have health checks and connection
+// tracking: one with separate feeds, the other with feeds that share views.
 func BenchmarkCompanions(b *testing.B) {
 	separate := func(state *cluster.State, n int) (all []sink.Source) {
 		for range n {

@@ -404,8 +404,9 @@ func (t *translation) nodePorts() {
 		return
 	}
 	var kept []string
-	// In kube-proxy's mode iptables, a setting decides about loopback addresses, and wider
-	// ranges contain them. In other modes, kpng serves those that the list names.
+	// In kube-proxy's mode iptables, iptables.localhostNodePorts decides whether loopback
+	// addresses are served, and ranges such as 0.0.0.0/0 contain them. In other modes, kpng
+	// serves the loopback addresses that the list names.
 	localhost := t.mode == "iptables" && t.values["iptables.localhostNodePorts"] != "false"
 	named, contained, families := false, false, map[bool]bool{}
 	for item := range strings.SplitSeq(list, ",") {

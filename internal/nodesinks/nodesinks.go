@@ -91,8 +91,8 @@ func New(opts Options) (*Node, error) {
 func (n *Node) Addresses() nodeaddr.Source { return n.opts.Addresses }
 
 // Dataplane returns a sink like s, with what it needs of the node. If s contains backends of
-// kpng, it completes their options, except those that have values, and the result name is
-// that of the outermost backend. Otherwise, the name is empty, and the result also deletes
+// kpng, Dataplane sets their options that have no value, and the second result is the name
+// of the outermost backend. Otherwise, the name is empty, and the returned sink also deletes
 // stale connections after each Sync.
 func (n *Node) Dataplane(s sink.Sink) (dataplane sink.Sink, name string) {
 	for backend, o := range backendoptions.Backends(s) {

@@ -718,6 +718,77 @@ func TestIsolatedServiceDoesNotBeginAPass(t *testing.T) {
 	})
 }
 
+// A Sync of a search that fails is not repeated: the next one has half of its services.
+// StartOver ends the search.
+func TestSearchHalvesBatches(t *testing.T) {
+	all := []*api.View{view(key("a"), 1), view(key("b"), 1), view(key("c"), 1), view(key("d"), 1)}
+	broken := false
+	plane := sink.Func(func(_ context.Context, c *sink.Changes) (err error) {
+		for s := range c.Services {
+			if broken && s.Key == key("d") {
+				err = errBusy
+			}
+		}
+		return err
+	})
+	searches := func(t *testing.T, test func(w *world)) {
+		broken = false
+		run(t, sink.Options{}, plane, func(w *world) {
+			w.src.Delete(web)
+			w.src.MarkSynced()
+			w.waitApplied()
+			broken = true
+			w.src.Set(all...)
+			test(w)
+		})
+	}
+	t.Run("search", func(t *testing.T) {
+		searches(t, func(w *world) {
+			time.Sleep(700 * time.Millisecond)
+			w.expectDelivered(1, "0s: a none→[1] b none→[1] c none→[1] d none→[1]: dataplane is busy",
+				"100ms: a none→[1] unsure b none→[1] unsure c none→[1] unsure d none→[1] unsure: dataplane is busy",
+				"200ms: a none→[1] unsure b none→[1] unsure",
+				"200ms: c none→[1] unsure d none→[1] unsure: dataplane is busy",
+				"300ms: c none→[1] unsure",
+				"300ms: d none→[1] unsure: dataplane is busy",
+				"400ms: d none→[1] unsure: dataplane is busy",
+				"600ms: d none→[1] unsure: dataplane is busy")
+		})
+	})
+	t.Run("StartOver", func(t *testing.T) {
+		searches(t, func(w *world) {
+			time.Sleep(150 * time.Millisecond)
+			w.driver.StartOver()
+			synctest.Wait()
+			w.expectDelivered(1, "0s: a none→[1] b none→[1] c none→[1] d none→[1]: dataplane is busy",
+				"100ms: a none→[1] unsure b none→[1] unsure c none→[1] unsure d none→[1] unsure: dataplane is busy",
+				"150ms: full a none→[1] b none→[1] c none→[1] d none→[1]: dataplane is busy")
+		})
+	})
+}
+
+// A service fails. Then a pass is replaced by another one before it reaches the service. The
+// backoff of the service continues to grow.
+func TestBackoffOfServiceGrowsThroughIncompletePasses(t *testing.T) {
+	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
+		w.src.Set(view(key("a"), 1))
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.script.Add(sinkscript.Repeat(3, sinkscript.FailServices(errBusy, web))...)
+		w.src.Set(view(web, 2))
+		time.Sleep(500 * time.Millisecond)
+		if failing := w.driver.Status().Failing; len(failing) != 1 || failing[0].Failures != 3 {
+			t.Fatalf("failing: %v", failing)
+		}
+		w.script.Add(sinkscript.Fail(sink.ErrStartOver), sinkscript.FailServices(errBusy), sinkscript.FailServices(errBusy, web))
+		w.driver.StartOver()
+		time.Sleep(500 * time.Millisecond)
+		if failing := w.driver.Status().Failing; len(failing) != 1 || failing[0].Failures != 4 {
+			t.Errorf("failing: %v\n%s", failing, w.delivered(0))
+		}
+	})
+}
+
 // While the driver searches for a faulty service, changes of other services wait. So the
 // search does not take longer.
 func TestChangesDuringASearch(t *testing.T) {

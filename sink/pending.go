@@ -186,8 +186,8 @@ func (p *pending) dueLarge(now time.Time) *unacked { return p.firstDue(p.large, 
 func (p *pending) dueAlone(now time.Time) *unacked { return p.firstDue(p.alone, now) }
 
 // acknowledgedLarge returns the number of large services that are queued and of which the
-// sink has acknowledged a view. They do not delay the end of a pass, because they may change all the
-// time.
+// sink has acknowledged a view. They do not delay the end of a pass, because they may change
+// all the time.
 func (p *pending) acknowledgedLarge() (n int) {
 	p.large.Ascend(func(s *unacked) bool {
 		if !s.unsure {

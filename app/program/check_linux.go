@@ -127,8 +127,8 @@ func otherPrograms(ctx context.Context) (findings []command.Finding, err error) 
 	return findings, errors.Join(errs...)
 }
 
-// settingsCheck returns a Backend.Check of kernel settings and of the flags about pods. It does not load modules, so
-// it skips settings that the kernel does not have yet.
+// settingsCheck returns a Backend.Check of kernel settings and of the flags about pods. It
+// does not load modules, so it skips settings that the kernel does not have yet.
 func (f *nodeFlags) settingsCheck(more ...sysctl.Setting) func(context.Context) []command.Finding {
 	return func(context.Context) (findings []command.Finding) {
 		will := ""

@@ -51,8 +51,8 @@ func (t *translation) validate() {
 //go:embed featuregates.txt
 var featureGates string
 
-// FeatureGates returns the feature gates that kube-proxy knows. A value that is not empty
-// is the only value that kube-proxy accepts.
+// FeatureGates returns the feature gates that kube-proxy knows. If a gate has a value here,
+// kube-proxy accepts no other value.
 func FeatureGates() map[string]string {
 	known := map[string]string{}
 	for _, line := range strings.Fields(featureGates) {

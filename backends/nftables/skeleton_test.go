@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -106,28 +107,54 @@ func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	}
 }
 
-// keepAsking makes one connection after another from ns to addr, until the caller calls
-// stop. Then stop returns the number of answers and the first error. If a transaction comes
-// between two lookups of a first packet, the packet is dropped, and the client repeats it
-// after a second.
-func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
+// asker makes one connection after another, until the caller calls stop or a connection fails.
+type asker struct {
+	answers atomic.Int64
+	cancel  context.CancelFunc
+	ended   chan struct{}
+	err     error
+}
+
+// keepAsking starts an asker from ns to addr. If a transaction comes between two lookups of a
+// first packet, the packet is dropped, and the client repeats it after a second.
+func keepAsking(ns *netnstest.Namespace, addr string) *asker {
 	ctx, cancel := context.WithCancel(context.Background())
-	var answers int
-	var err error
-	done := make(chan struct{})
+	a := &asker{cancel: cancel, ended: make(chan struct{})}
 	go func() {
-		defer close(done)
-		for ctx.Err() == nil && err == nil {
-			if _, err = ask(ns, addr, 10*time.Second); err == nil {
-				answers++
+		defer close(a.ended)
+		for ctx.Err() == nil && a.err == nil {
+			if _, a.err = ask(ns, addr, 10*time.Second); a.err == nil {
+				a.answers.Add(1)
 			}
 		}
 	}()
-	return func() (int, error) {
-		cancel()
-		<-done
-		return answers, err
+	a.await(1)
+	return a
+}
+
+// has reports whether there are n answers or the asker has ended.
+func (a *asker) has(n int64) bool {
+	select {
+	case <-a.ended:
+		return true
+	default:
+		return a.answers.Load() >= n
 	}
+}
+
+// await waits until a.has(n).
+func (a *asker) await(n int64) {
+	for !a.has(n) {
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// stop ends the asker after one more answer, and returns its error.
+func (a *asker) stop() error {
+	a.await(a.answers.Load() + 1)
+	a.cancel()
+	<-a.ended
+	return a.err
 }
 
 var (
@@ -150,7 +177,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			w := newPacketWorld(t)
 			opts := Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}}
 			runNFT(t, w.node, strings.Replace(string(text), "table inet kpng {", "table inet "+names[0]+" {", 1), "-f", "-")
-			stops := []func() (int, error){
+			askers := []*asker{
 				keepAsking(w.pod2, "10.96.0.1:80"), keepAsking(w.node, "10.96.0.1:80"), keepAsking(w.client, "192.0.2.1:30001"),
 			}
 			all := []*sink.Changes{
@@ -163,9 +190,9 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			b = startIn(t, w.node, opts) // without Stop, as after SIGKILL
 			mustSync(t, b, all...)
 			mustSync(t, startIn(t, w.node, opts), all...)
-			for _, stop := range stops {
-				if answers, err := stop(); answers == 0 || err != nil {
-					t.Errorf("after %d answers: %v", answers, err)
+			for _, a := range askers {
+				if err := a.stop(); err != nil {
+					t.Errorf("after %d answers: %v", a.answers.Load(), err)
 				}
 			}
 			if tables := runNFT(t, w.node, "", "list", "tables"); tables != "table inet "+names[1]+"\n" {
@@ -255,7 +282,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 			before := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: addresses}})
 			mustSync(t, before, all)
 			elements := tableContents(t, before)
-			stop := keepAsking(w.pod2, "10.96.0.1:80")
+			a := keepAsking(w.pod2, "10.96.0.1:80")
 			runNFT(t, w.node, strings.ReplaceAll(test.damage, "; ", "\n"), "-f", "-")
 			if err := before.Verify(t.Context()); test.damage != "" && !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify returns %v", err)
@@ -267,8 +294,8 @@ func TestHooksChangeInPlace(t *testing.T) {
 				t.Errorf("Start changed elements (-before +after):\n%s", diff)
 			}
 			mustSync(t, b, all)
-			if answers, err := stop(); answers == 0 || err != nil {
-				t.Errorf("after %d answers: %v", answers, err)
+			if err := a.stop(); err != nil {
+				t.Errorf("after %d answers: %v", a.answers.Load(), err)
 			}
 			if err := verifyAll(t, b); err != nil {
 				t.Error(err)

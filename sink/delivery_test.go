@@ -718,8 +718,8 @@ func TestIsolatedServiceDoesNotBeginAPass(t *testing.T) {
 	})
 }
 
-// A Sync of a search that fails is not repeated: the next one has half of its services.
-// StartOver ends the search.
+// A Sync of a search that fails is not repeated: the next one has half of its services. The
+// search ends when the faulty service is found, and by StartOver.
 func TestSearchHalvesBatches(t *testing.T) {
 	all := []*api.View{view(key("a"), 1), view(key("b"), 1), view(key("c"), 1), view(key("d"), 1)}
 	broken := false
@@ -753,6 +753,15 @@ func TestSearchHalvesBatches(t *testing.T) {
 				"300ms: d none→[1] unsure: dataplane is busy",
 				"400ms: d none→[1] unsure: dataplane is busy",
 				"600ms: d none→[1] unsure: dataplane is busy")
+		})
+	})
+	t.Run("later changes are in one Sync", func(t *testing.T) {
+		searches(t, func(w *world) {
+			time.Sleep(700 * time.Millisecond)
+			syncs := len(w.rec.Syncs())
+			w.src.Set(view(key("a"), 2), view(key("b"), 2))
+			synctest.Wait()
+			w.expectDelivered(syncs, "700ms: a [1]→[2] b [1]→[2]")
 		})
 	})
 	t.Run("StartOver", func(t *testing.T) {

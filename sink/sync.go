@@ -523,6 +523,9 @@ func (d *Driver) refused(b *batch, err error) {
 	if repeated {
 		d.search.limit = max(n/2, 1)
 	}
+	if d.pending.count[suspect] == 0 {
+		d.search.limit = 0
+	}
 	if n == 0 && d.node.pending && d.node.failures == 0 {
 		d.refusedNode(err)
 	}

@@ -1110,13 +1110,7 @@ func TestServiceIsNotIsolatedBecauseOfOtherCauses(t *testing.T) {
 
 // Services change when a refused Node is due. They are delivered after the Node.
 func TestChangeWhenARefusedNodeIsDue(t *testing.T) {
-	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
-		if c.Node != nil {
-			return errBusy
-		}
-		return nil
-	})
-	run(t, sink.Options{}, s, func(w *world) {
+	run(t, sink.Options{}, refusesNode, func(w *world) {
 		w.src.MarkSynced()
 		w.waitApplied()
 		w.src.SetNode(&api.Node{Name: "n"})

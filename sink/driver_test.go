@@ -116,6 +116,14 @@ func backoff(initial, max time.Duration) func(*sink.Driver) {
 // everyMinute makes a driver call Verify each minute.
 func everyMinute(d *sink.Driver) { d.SetVerifyInterval(time.Minute) }
 
+// refusesNode is a sink that fails each Sync with a Node.
+var refusesNode = sink.Func(func(_ context.Context, c *sink.Changes) error {
+	if c.Node != nil {
+		return errBusy
+	}
+	return nil
+})
+
 // waitApplied waits until the sink has acknowledged the source's state.
 func (w *world) waitApplied() {
 	w.Helper()
@@ -812,13 +820,7 @@ func TestRefusedNodeDoesNotDelayServices(t *testing.T) {
 
 // While the sink refuses the Node, no revision since its first change counts as applied.
 func TestRefusedNodeHoldsTheRevisionBack(t *testing.T) {
-	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
-		if c.Node != nil {
-			return errBusy
-		}
-		return nil
-	})
-	run(t, sink.Options{}, s, func(w *world) {
+	run(t, sink.Options{}, refusesNode, func(w *world) {
 		w.src.MarkSynced()
 		w.waitApplied()
 		before := w.src.Revision()

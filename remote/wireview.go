@@ -59,7 +59,7 @@ const (
 
 func (a audience) receives(e *wireEndpoint) bool { return a == complete || e.elsewhere }
 
-// memo caches the operations that turn an old view, whose ID is id, into a new view.
+// memo caches the operations that turn the old view with this id into a new view.
 type memo struct {
 	id    uint64
 	value *wireDelta
@@ -260,8 +260,8 @@ var errTooLarge = fmt.Errorf("a part of a message exceeds %d bytes", maxObject)
 // maxLost is the maximum number of lost claims in a message. They take less than 1 MB.
 const maxLost = 5000
 
-// withoutLost returns a view that has no lost claims, because it lacks all addresses and
-// node ports of lost claims.
+// withoutLost returns v without the addresses and node ports of lost claims. The result has
+// no lost claims.
 func withoutLost(v *api.View) *api.View {
 	type nodePort struct {
 		protocol api.Protocol

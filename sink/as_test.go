@@ -12,7 +12,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// wrapper is a sink that changes no method of the sink that it wraps.
+// wrapper wraps a sink and changes none of its methods.
 type wrapper struct{ sink.Sink }
 
 func (w *wrapper) Unwrap() sink.Sink { return w.Sink }

@@ -10,8 +10,9 @@ import (
 // maxErrorText is the maximum length of an error of a sink in logs and in Status, in bytes.
 const maxErrorText = 4096
 
-// brief returns err, or an error that wraps err and has the beginning of its text. The text
-// of an error may name each address and port of a service, which can be very many.
+// brief returns err, or an error that wraps err and has only the beginning of the text. The
+// text of an error may name each address and port of a service, and a service may have very
+// many.
 func brief(err error) error {
 	if err == nil {
 		return nil

@@ -11,14 +11,14 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// running is the method of the sink that runs, if any, and when it was called.
+// running is the sink's method that runs now, if any, and the time of its call.
 type running struct {
 	method string
 	since  time.Time
 }
 
-// call calls f, a method of the sink. While f makes no progress, or does not return
-// although ctx has ended, call logs that. If f panics, call returns the panic as an error.
+// call calls f, a method of the sink. If f makes no progress, or does not return after the
+// end of ctx, call logs that. If f panics, call returns the panic as an error.
 func (d *Driver) call(ctx context.Context, method string, f func(context.Context) error) error {
 	begin, returned := time.Now(), make(chan struct{})
 	d.update(func() { d.running = running{method, begin} })
@@ -43,7 +43,8 @@ func guard(ctx context.Context, method string, f func(context.Context) error) (e
 }
 
 const (
-	// hangAfter is the time without progress after which a method of the sink is logged.
+	// hangAfter limits the time without progress. After it, the method of the sink is
+	// logged.
 	hangAfter = 8 * time.Second
 	// maxHangInterval limits the time between the log lines about one call of a method.
 	maxHangInterval = 10 * time.Minute
@@ -81,7 +82,7 @@ func (d *Driver) reportHang(ctx context.Context, method string, since time.Time,
 			if logged {
 				log.Error(nil, "Waiting for the sink to return after the end of its context", "for", time.Duration(0))
 			}
-		case <-time.After(min(interval-idle, hangAfter)): // progress may have begun a new hang
+		case <-time.After(min(interval-idle, hangAfter)): // after progress, a new hang may have begun
 		}
 	}
 }

@@ -15,8 +15,8 @@ import (
 	"k8s.io/klog/v2/ktesting"
 )
 
-// hanging is a sink of which one method does not return until release is closed. This
-// method ignores its context.
+// hanging is a sink. One of its methods ignores its context and does not return until
+// release is closed.
 type hanging struct {
 	method  string
 	release chan struct{}
@@ -90,7 +90,7 @@ func TestHangIsLoggedWithItsMethod(t *testing.T) {
 	}
 }
 
-// A slow sink reads a service each five seconds. It hangs after the last one.
+// A slow sink reads a service every five seconds. It hangs after the last service.
 func TestProgressIsNoHang(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))

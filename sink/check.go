@@ -43,8 +43,8 @@ func isNil(v any) bool {
 	return v == nil || (r.Kind() == reflect.Pointer || r.Kind() == reflect.Func) && r.IsNil()
 }
 
-// inUse has the sources and sinks of the running drivers, with the names of the drivers.
-// It is global, because the sources and sinks are values of other packages.
+// inUse maps the sources and sinks of running drivers to the names of these drivers. It is
+// global, because the sources and sinks are values of other packages.
 var inUse sync.Map
 
 // use records that the driver uses its source and its sink. It returns an error if another

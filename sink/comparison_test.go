@@ -97,7 +97,7 @@ func TestEachFieldOfAFrontendIsCompared(t *testing.T) {
 			a, b := frontendOf(t, comparedView()), frontendOf(t, comparedView())
 			change(&b)
 			var c comparison
-			for range 2 { // the second time, the lists are those of the last comparison
+			for range 2 { // in the second round, the lists are the same as in the last comparison
 				if c.frontends(&a, &b) {
 					t.Errorf("%s: change %d is not found", name, n)
 				}

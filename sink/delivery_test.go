@@ -628,8 +628,8 @@ func TestFailingServicesThatChangeTogether(t *testing.T) {
 	})
 }
 
-// Retries of one Sync are limited by BatchSize, in the order of their times. A failing
-// service that has changed since does not count as a retry.
+// BatchSize limits the retries in one Sync; the earliest come first. A failing service that has
+// changed since its failure does not count as a retry.
 func TestRetriesAreLimitedByBatchSize(t *testing.T) {
 	a, b, c, d, e := key("a"), key("b"), key("c"), key("d"), key("e")
 	run(t, sink.Options{BatchSize: 5}, nil, func(w *world) { // two services with an endpoint, not three
@@ -718,8 +718,8 @@ func TestIsolatedServiceDoesNotBeginAPass(t *testing.T) {
 	})
 }
 
-// A Sync of a search that fails is not repeated: the next one has half of its services. The
-// search ends when the faulty service is found, and by StartOver.
+// If a Sync of a search fails, it is not repeated: the next Sync has half of its services. The
+// search ends when the faulty service is found, or when StartOver is called.
 func TestSearchHalvesBatches(t *testing.T) {
 	all := []*api.View{view(key("a"), 1), view(key("b"), 1), view(key("c"), 1), view(key("d"), 1)}
 	broken := false
@@ -776,7 +776,7 @@ func TestSearchHalvesBatches(t *testing.T) {
 	})
 }
 
-// A service fails. Then a pass is replaced by another one before it reaches the service. The
+// A service fails. Then another pass replaces a pass that has not reached the service. The
 // backoff of the service continues to grow.
 func TestBackoffOfServiceGrowsThroughIncompletePasses(t *testing.T) {
 	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
@@ -900,8 +900,8 @@ func TestChangesComeBetweenIsolatedServices(t *testing.T) {
 	})
 }
 
-// Changes of services do not repeat a refused Node. Only the first Sync that succeeds after a
-// failure does, because the dataplane may have been the cause.
+// Changes of services do not repeat a refused Node. Only the first successful Sync after a
+// failure repeats it, because the dataplane may have been the cause.
 func TestChangesDoNotRepeatARefusedNode(t *testing.T) {
 	var nodes atomic.Int32
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
@@ -946,7 +946,7 @@ func TestStartOverInPassesIsLimited(t *testing.T) {
 	})
 }
 
-// A Sync that hangs in a pass counts as stuck, also if nothing has changed.
+// A Sync that hangs in a pass counts as stuck, even if nothing has changed.
 func TestSinkHangingInAPassIsStuck(t *testing.T) {
 	run(t, sink.Options{}, nil, func(w *world) {
 		w.src.MarkSynced()
@@ -1020,8 +1020,8 @@ func TestFailureOfAServiceThatThePassHasNotReached(t *testing.T) {
 	})
 }
 
-// A Sync fails as a whole, and its changes are acknowledged later. A service that changed after
-// them holds only the later revision back.
+// A Sync fails as a whole, and its changes are acknowledged later. A service that changes after
+// the failure delays only the later revision.
 func TestRevisionAfterAFailedSync(t *testing.T) {
 	run(t, sink.Options{}, nil, func(w *world) {
 		w.src.MarkSynced()
@@ -1148,8 +1148,8 @@ func TestChangesDoNotDelayALargerRetry(t *testing.T) {
 	})
 }
 
-// The sink refuses the Node, and later a Sync fails once. Its retry does not wait for the retry
-// of the Node, and the end of a pass that fails is no failure of the Node.
+// The sink refuses the Node, and later a Sync fails once. The retry of this Sync does not wait
+// for the retry of the Node. If the end of a pass fails, that is no failure of the Node.
 func TestRefusedNodeBesideOtherFailures(t *testing.T) {
 	errNode := errors.New("cannot use this node")
 	lastFails := false
@@ -1305,7 +1305,7 @@ func TestWaitSyncedDoesNotWaitForServicesThatFail(t *testing.T) {
 type brokenSource struct {
 	sink.Source
 	calls int
-	next  func() (*updates.Update, error) // after the first call; nil: as the Source
+	next  func() (*updates.Update, error) // used after the first call; if nil, Source.Next is used
 }
 
 func (s *brokenSource) Changed() <-chan struct{} {

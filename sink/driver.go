@@ -44,7 +44,7 @@ type Driver struct {
 	// verifyFailure is the error of the last Verify, or empty. Equal errors are logged once.
 	verifyFailure string
 	preparing     <-chan struct{} // closed when the next pass is prepared, see Preparer; may be nil
-	gather        int             // the number of further Syncs after which changes are gathered
+	gather        int             // changes are gathered after this many further Syncs
 	immediate     bool            // changes are never gathered; only in tests
 	wasAlone      bool            // the last Sync delivered one isolated service
 	largeWaited   bool            // the last Sync delivered other services while a large one waited
@@ -61,7 +61,7 @@ type Driver struct {
 	pass    *delivery // the current pass, nil if there is none
 	// position: a revision. All changes up to it are acknowledged or pending.
 	position uint64
-	// passed: the result of the method applied at the end of the last pass.
+	// passed: the result of d.applied() at the end of the last pass.
 	passed uint64
 	node   nodeState
 

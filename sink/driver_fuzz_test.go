@@ -82,12 +82,12 @@ func FuzzDriver(f *testing.F) {
 	})
 }
 
-// fuzzServices are six services, a to f, between which eight addresses move.
+// fuzzServices are six services, named "a" to "f". Eight addresses move between them.
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
 	large  bool   // some services are large
-	owners [8]int // for each address, the number of its service (1 is a, 6 is f), or 0 for none
+	owners [8]int // for each address, the number of its service (1 is "a", 6 is "f"), or 0 for none
 }
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
@@ -223,7 +223,8 @@ func newDataplane(atomic bool) *dataplane {
 	return p
 }
 
-// fail makes the next deliveries of a service fail with err. Their number is times.
+// fail makes the next deliveries of a service fail with err. The argument times is their
+// number.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -533,8 +533,8 @@ func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 }
 
 // The latency of a failed service counts from its oldest unacknowledged change.
-// A service fails, works in a pass, and fails again later in the same pass. It counts as one
-// failure.
+// A service fails, works in a pass, and fails again later in the same pass. Only the failure
+// after the success counts.
 func TestBackoffOfServiceBeginsAgainWithinAPass(t *testing.T) {
 	a, b := key("a"), key("b")
 	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
@@ -818,7 +818,8 @@ func TestRefusedNodeDoesNotDelayServices(t *testing.T) {
 	}
 }
 
-// While the sink refuses the Node, no revision since its first change counts as applied.
+// While the sink refuses the Node, no revision since the first change of the Node counts as
+// applied.
 func TestRefusedNodeHoldsTheRevisionBack(t *testing.T) {
 	run(t, sink.Options{}, refusesNode, func(w *world) {
 		w.src.MarkSynced()
@@ -1105,8 +1106,9 @@ func TestObserver(t *testing.T) {
 	})
 }
 
-// A result is nil or a *Failed if the sink acknowledges, even if its error wraps a *Failed. The
-// end of a Sync is progress, also if the Sync reads no service and fails.
+// If the sink acknowledges services, the reported error is nil or a *Failed, even if the sink
+// returns an error that wraps a *Failed. The end of a Sync is progress, also if the Sync reads
+// no service and fails.
 func TestResultsOfSyncs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		src := sinktest.NewSource()
@@ -1631,7 +1633,7 @@ func TestRecoveryIsLogged(t *testing.T) {
 	})
 }
 
-// A service fails in a batch of a pass, and works in a later one.
+// A service fails in a batch of a pass, and works in a later batch.
 func TestRecoveryWithinAPassIsLogged(t *testing.T) {
 	a, b, c := key("a"), key("b"), key("c")
 	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {

@@ -325,7 +325,7 @@ func (t *transition) knownFrontends() (known func(nodeview.FrontendKey) nodeview
 }
 
 // comparison compares frontends of two views. The frontends of a view share their lists, so
-// it remembers which lists it has compared last.
+// a comparison remembers the last lists that it has compared.
 type comparison struct {
 	elsewhere, node lastCompared[nodeview.Target]
 	ranges          lastCompared[netip.Prefix]

@@ -114,7 +114,7 @@ func TestEvents(t *testing.T) {
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [3]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
 
 		step("a pass deletes what is stale, and sets everything else again", func() {
-			w.src.Fail(errBusy) // until Fail(nil), so that the driver sees Reset and Delete together
+			w.src.Fail(errBusy) // the source fails until Fail(nil), so the driver sees Reset and Delete together
 			w.src.Reset()
 			w.src.Delete(a)
 			w.src.Fail(nil)

@@ -150,8 +150,8 @@ func (s *state) own(view *api.View) {
 }
 
 // with returns the views after the changes. If s has owners, the changed services take
-// their claims from other services, and replaced has the changes of all services that
-// win or lose claims. The method does not modify s.
+// their claims from other services, and the result replaced has the changes of all services
+// that win or lose claims. The method does not modify s.
 func (s *state) with(changes iter.Seq[Change]) (views []*api.View, replaced []Change) {
 	if s.owners == nil {
 		return apply(s.views, changes), nil
@@ -178,7 +178,7 @@ func (s *state) with(changes iter.Seq[Change]) (views []*api.View, replaced []Ch
 	return apply(s.views, slices.Values(replaced)), replaced
 }
 
-// commit stores the results of the method with in s.
+// commit stores the results of s.with.
 func (s *state) commit(views []*api.View, replaced []Change) {
 	if s.owners != nil {
 		for _, c := range replaced {
@@ -195,7 +195,7 @@ func (s *state) commit(views []*api.View, replaced []Change) {
 	s.views = views
 }
 
-// only returns a state with the views of those services for which has returns true.
+// only returns the part of s with the services for which the function has returns true.
 func (s *state) only(has func(types.NamespacedName) bool) state {
 	var kept state
 	for _, v := range s.views {
@@ -206,8 +206,8 @@ func (s *state) only(has func(types.NamespacedName) bool) state {
 	return kept
 }
 
-// without returns a copy of view in which each claim that conflicts with a claim in
-// taken is lost.
+// without returns a copy of view. A claim that conflicts with a claim in the map taken is
+// lost in the copy.
 func without(view *api.View, taken claimOwners) *api.View {
 	changed := *view
 	changed.Lost = slices.Clone(view.Lost)
@@ -240,7 +240,7 @@ func changesTo(views []*api.View) iter.Seq[Change] {
 	}
 }
 
-// except yields the changes of the services that are not in failed.
+// except yields the changes of services that are not in the map failed.
 func except(changes iter.Seq[Change], failed Failed) iter.Seq[Change] {
 	return func(yield func(Change) bool) {
 		for c := range changes {

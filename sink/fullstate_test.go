@@ -98,7 +98,7 @@ func TestFullStateReturnsTheError(t *testing.T) {
 	}
 }
 
-// changes returns Changes as another package makes them.
+// changes returns Changes like those that other packages make.
 func changes(pass bool, list ...sink.Change) *sink.Changes {
 	return &sink.Changes{First: pass, Last: pass, Services: slices.Values(list)}
 }
@@ -254,8 +254,8 @@ func TestFullStateKeepsIsolatedServiceInPass(t *testing.T) {
 	})
 }
 
-// An address moves from a service that fails to another service. The first service keeps
-// its other addresses.
+// An address moves from a failing service to another service. The first service keeps its
+// other addresses.
 func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 	a, b := key("a"), key("b")
 	at := func(v *api.View, addrs ...string) *api.View {
@@ -295,7 +295,7 @@ func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 			expect("a 10.1.0.1", "a 10.1.0.2", "b 10.1.0.3")
 			fails = true
 			if deleted {
-				w.src.Fail(errBusy) // until Fail(nil), so that the driver sees both changes together
+				w.src.Fail(errBusy) // the source fails until Fail(nil), so the driver sees both changes together
 				w.src.Delete(a)
 				w.src.Set(at(view(b), "10.1.0.2"))
 				w.src.Fail(nil)
@@ -307,7 +307,7 @@ func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 			}
 			w.src.Set(at(view(dns), "10.1.0.9"))
 			expect("a 10.1.0.1", "b 10.1.0.2", "dns 10.1.0.9")
-			w.src.Set(at(view(dns), "10.1.0.1")) // if a is deleted, its other address moves, too
+			w.src.Set(at(view(dns), "10.1.0.1")) // if the service a is deleted, its other address moves, too
 			if deleted {
 				expect("b 10.1.0.2", "dns 10.1.0.1")
 			}

@@ -18,9 +18,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// change makes n services, one after the other, and calls pause before each of them.
-// Each Sync calls work. It returns the number of Syncs and the longest time until a
-// service was programmed.
+// change makes n services, one after the other, and calls the function pause before each of
+// them. Each Sync calls the function work. The results are the number of Syncs and the longest
+// time until a service was programmed.
 func change(t testing.TB, n int, opts sink.Options, pause, work func()) (syncs int, longest time.Duration) {
 	var mu sync.Mutex
 	made := map[types.NamespacedName]time.Time{}
@@ -157,7 +157,7 @@ func TestPausesAfterChangesAtTheSameTime(t *testing.T) {
 }
 
 // TestFirstChangeDoesNotWaitForTheInterval checks Options.MinInterval: the first change after a
-// quiet time is delivered immediately, and the next ones together after the interval.
+// quiet time is delivered immediately, and the next changes together after the interval.
 func TestFirstChangeDoesNotWaitForTheInterval(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		waits := []time.Duration{time.Minute, 0, time.Millisecond, time.Millisecond}
@@ -191,7 +191,7 @@ func (p *preparing) PreparePass(context.Context) <-chan struct{} {
 func (p *preparing) Verify(context.Context) error { p.verified++; return nil }
 
 // TestPreparationOfAPass checks that a pass begins as soon as the sink is prepared, even in
-// the minimum interval, and that the sink is not verified before.
+// the minimum interval, and that the sink is not verified before the pass.
 func TestPreparationOfAPass(t *testing.T) {
 	s := &preparing{Func: func(context.Context, *sink.Changes) error { return nil }}
 	runWith(t, sink.Options{MinInterval: time.Hour}, func(d *sink.Driver) { d.SetVerifyInterval(time.Second) }, s, func(w *world) {

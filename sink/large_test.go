@@ -141,7 +141,7 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 				return s.Sync(ctx, c)
 			})...)
 			w.src.MarkSynced()
-			time.Sleep(3500 * time.Millisecond) // b is being delivered
+			time.Sleep(3500 * time.Millisecond) // the service b is being delivered
 			w.src.Set(large(a, 2))
 			time.Sleep(time.Second)
 			w.waitApplied()
@@ -197,8 +197,8 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 	}
 }
 
-// A large service whose turn comes has its old view again, or its view cannot be computed.
-// Then the same Sync delivers the other services, also those that failed.
+// When the turn of a large service comes, it has its old view again, or its view cannot be
+// computed. Then the same Sync delivers the other services, also failed services.
 func TestTurnOfALargeServiceWithoutADelivery(t *testing.T) {
 	a, c, x := key("a"), key("c"), key("x")
 	for _, tc := range []struct {
@@ -259,8 +259,8 @@ func TestLargeServiceMakesSyncPanic(t *testing.T) {
 	})
 }
 
-// A pass ends although a large service changes during each Sync, and even if the large service
-// fails.
+// A pass ends although a large service changes during each Sync. It also ends if the large
+// service fails.
 func TestPassEndsWhileALargeServiceChanges(t *testing.T) {
 	a := key("a")
 	for _, tc := range []struct {
@@ -294,8 +294,8 @@ func TestPassEndsWhileALargeServiceChanges(t *testing.T) {
 	}
 }
 
-// In a FullState, no two services have the same claim, although a small service gets an
-// address before the large service that loses the address is delivered.
+// A small service gets an address before the delivery of the large service that loses this
+// address. Even then, no two services in a FullState have the same claim.
 func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {
 	var calls [][]types.NamespacedName
 	owners := sink.FullState(func(_ context.Context, services []*api.View) error {

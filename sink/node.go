@@ -15,7 +15,8 @@ type nodeState struct {
 	// the last revision before this change.
 	pending bool
 	since   uint64
-	// unsure: a Sync with another Node than acked failed, so the sink may have that Node.
+	// unsure: a Sync with a Node other than acked failed. So the sink may have that other
+	// Node.
 	unsure bool
 	// If failures is not 0, the sink refuses the pending Node: Syncs that delivered only
 	// the Node failed. Meanwhile, other Syncs deliver the acknowledged Node.

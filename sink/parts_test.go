@@ -98,7 +98,8 @@ func TestSizeOfAChange(t *testing.T) {
 	}
 }
 
-// TestNextServicesOfAPass has a large service, l, and a service that was delivered before, c.
+// TestNextServicesOfAPass has a large service "l", and a service "c" that was already
+// delivered.
 func TestNextServicesOfAPass(t *testing.T) {
 	views := []*api.View{sized("a", 1), sized("b", 1), sized("c", 1), sized("d", 1), sized("l", 1)}
 	u := &updates.Update{After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, updates.View] {

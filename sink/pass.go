@@ -30,8 +30,8 @@ func (p *Pass) Begin(c *Changes) {
 	}
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// A deleted service is stale, unless its deletion failed, so that the last batch
-			// has it in Failing.
+			// A deleted service is stale, unless its deletion failed. Then Failing of the
+			// last batch lists it.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}

@@ -73,8 +73,9 @@ func (s *unacked) computed(u *updates.Update) (c Change, err error) {
 type pending struct {
 	byKey map[types.NamespacedName]*unacked
 	most  shrink.Size // of byKey
-	// Each service is in one of these trees, which are sorted by retryAt: isolated services
-	// in alone, other large services in large, and all others in small.
+	// Each service is in one of these trees, which are sorted by retryAt. The tree alone has
+	// the isolated services, the tree large has other large services, and the tree small has
+	// the rest.
 	small, large, alone *btree.BTreeG[*unacked]
 	// When the next isolated service may be delivered.
 	aloneAt time.Time
@@ -185,9 +186,8 @@ func (p *pending) dueLarge(now time.Time) *unacked { return p.firstDue(p.large, 
 // dueAlone returns an isolated service that is due, or nil if there is none.
 func (p *pending) dueAlone(now time.Time) *unacked { return p.firstDue(p.alone, now) }
 
-// acknowledgedLarge returns the number of large services that are queued and of which the
-// sink has acknowledged a view. They do not delay the end of a pass, because they may change
-// all the time.
+// acknowledgedLarge counts the queued large services of which the sink has acknowledged a
+// view. They do not delay the end of a pass, because they may change all the time.
 func (p *pending) acknowledgedLarge() (n int) {
 	p.large.Ascend(func(s *unacked) bool {
 		if !s.unsure {
@@ -236,7 +236,7 @@ func (p *pending) takenBy(c *Change) (records []*unacked) {
 type oldClaims struct {
 	owners  claimOwners
 	indexed map[types.NamespacedName]*api.View // the old views in owners
-	changed map[types.NamespacedName]struct{}  // services whose records have changed since
+	changed map[types.NamespacedName]struct{}  // services whose records have changed since the last update
 }
 
 func newOldClaims() oldClaims {
@@ -275,7 +275,7 @@ func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
 }
 
 // unsure returns the sorted keys of all services whose last delivery the sink has not
-// acknowledged, except those in delivered.
+// acknowledged, except the services in the list delivered.
 func (p *pending) unsure(delivered []Change) []types.NamespacedName {
 	var keys []types.NamespacedName
 	for key, s := range p.byKey {

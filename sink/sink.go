@@ -66,9 +66,9 @@ type Cleaner interface {
 
 // Verifier is for sinks that can compare the dataplane with their records and repair
 // drift. The driver calls Verify one minute after the end of the last Verify, while no
-// changes wait, and never during a Sync. When changes arrive during a Verify, the
-// driver cancels its context, and calls Verify again after a quarter of the interval.
-// This Verify should continue where the cancelled one stopped. An error that wraps
+// changes wait, and never during a Sync. When changes arrive during a Verify, the driver
+// cancels the context of this call, and calls Verify again after a quarter of the interval.
+// The second call should continue where the first call stopped. An error that wraps
 // [ErrStartOver] requests a new pass. The driver reports any other error or panic, and
 // continues.
 //
@@ -112,7 +112,7 @@ type Changes struct {
 	// that were delivered in this pass but not acknowledged, except those in Services. Any
 	// part of their state may be in the dataplane. They will be delivered again.
 	Failing []types.NamespacedName
-	// Revision is the revision of the source at which it computed the views.
+	// Revision is the revision of the source for which it computed the views.
 	Revision uint64
 	// Services yields the services to program, in order of namespace and name, each once.
 	// The sink may iterate over it several times. Outside of a pass, services that change
@@ -140,8 +140,8 @@ type Changes struct {
 // removes the address from its record of the other service.
 type Change struct {
 	Key types.NamespacedName
-	// Old is the view last acknowledged since the pass began, or nil if there is none. It
-	// is also nil, with Unsure set, if an earlier Sync gave one of its claims to another
+	// Old is the view last acknowledged since the pass began, or nil if there is none. It is
+	// also nil, with Unsure set, if an earlier Sync gave a claim of this service to another
 	// service. During a pass, Old is nil, with Unsure set, if another pass has to follow
 	// because the source has lost changes or StartOver was called.
 	Old *api.View

@@ -76,7 +76,8 @@ type history struct {
 	state      *cluster.State
 	node       *api.Node
 	ledger     ledger
-	// views are the present views. The services in dirty are not acknowledged with them.
+	// views are the present views. The sink has not acknowledged the views of the services
+	// in dirty.
 	views map[types.NamespacedName]*api.View
 	dirty map[types.NamespacedName]bool
 	// again: the sink must get another pass before its dataplane is compared.
@@ -171,8 +172,8 @@ func (h *history) step() {
 }
 
 // settle delivers without failures until the sink has acknowledged everything. Then it
-// compares the sink's dataplane with that of a sink that got the present services in
-// one pass.
+// compares the sink's dataplane with the dataplane of a sink that got the present services
+// in one pass.
 func (h *history) settle() {
 	const most = 10 // passes; some end early because the node changes
 	for verified := false; !verified; verified = h.ledger.begun {
@@ -243,7 +244,7 @@ func (h *history) pass() {
 		batch := keys[:n:n]
 		keys = keys[n:]
 		c := sink.Changes{First: first, Last: len(keys) == 0}
-		if !first { // changes of services that the pass has delivered go along
+		if !first { // this batch also has changes of services that the pass has delivered
 			for _, key := range h.dirtyKeys() {
 				if h.ledger.delivered(key) && !slices.Contains(keys, key) && !slices.Contains(batch, key) {
 					if h.random.IntN(2) == 0 || !h.ledger.unacked[key] && c.Last {
@@ -396,8 +397,8 @@ func (h *history) change() {
 	}
 }
 
-// service returns a random service. The cluster IPs of all services are different, as in
-// a cluster, but they move between services that are created again. Several services may
+// service returns a random service. As in a cluster, all services have different cluster
+// IPs. When services are created again, cluster IPs move between them. Several services may
 // have the same external IPs and node ports.
 func (h *history) service(name string) *api.Service {
 	one := func(n int) bool { return h.random.IntN(n) == 0 }

@@ -144,8 +144,8 @@ func (f *forgetful) DeleteFrontend(ctx context.Context, s *api.Service, front no
 	return f.Handler.DeleteFrontend(ctx, s, front)
 }
 
-// Two faulty sinks must not pass: the handler of one sometimes ignores a deletion, and
-// the other treats a failed service as programmed.
+// Two faulty sinks must not pass: the handler of the first sink sometimes ignores a
+// deletion, and the second sink treats a failed service as programmed.
 func TestHistoriesFindFaults(t *testing.T) {
 	faults := map[string]func(testing.TB) *sinktest.Subject{
 		"forgotten deletions": eventsSubject(func(h sink.Handler) sink.Handler { return &forgetful{Handler: h} }),

@@ -148,7 +148,7 @@ func (l *ledger) checkFailing(c *sink.Changes) []string {
 	return wrong
 }
 
-// record adds a call with the argument c that returned err.
+// record adds a call that had the argument c and returned err.
 func (l *ledger) record(c *sink.Changes, err error) {
 	failed, ok := sink.Acknowledged(err)
 	switch {

@@ -60,8 +60,8 @@ func again(c sink.Change) sink.Change {
 
 const first, last = 1, 2
 
-// pass returns a batch of a pass. The argument flags is first or last for the first or
-// the last batch, and 0 for another batch.
+// pass returns a batch of a pass. The argument flags is 0, or the constant first for the
+// first batch, or the constant last for the last batch.
 func pass(flags int, services ...sink.Change) *sink.Changes {
 	return &sink.Changes{
 		First: flags == first, Last: flags == last, Revision: 2, NodeChanged: flags == first, Services: slices.Values(services),

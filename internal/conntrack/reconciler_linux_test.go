@@ -40,7 +40,8 @@ func startReconciler(t testing.TB, opts Options) (*reconciler, *[]outcome) {
 	return r, &reads
 }
 
-// syncAndFlush passes c to r and waits until r has deleted the stale connections.
+// syncAndFlush passes the changes c to r and waits until r has deleted the stale
+// connections.
 func syncAndFlush(t testing.TB, r *reconciler, c *sink.Changes) {
 	t.Helper()
 	if err := r.Sync(t.Context(), c); err != nil {
@@ -97,7 +98,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		kept        []connection
 		deleted     []connection
 		// onRestart is true if the first pass of a new reconciler also deletes the stale
-		// connections. Otherwise that pass deletes none.
+		// connections. If it is false, that pass deletes no connections.
 		onRestart bool
 	}{
 		"an endpoint is removed from its slice": {
@@ -218,8 +219,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 			n, opts := newNamespace(t)
 			before, now := services(t, test.before), services(t, test.now)
 			all := append(append([]connection{}, test.kept...), test.deleted...)
-			// checkPass calls r.Sync with c, runs one pass of r and compares the remaining
-			// entries.
+			// checkPass calls r.Sync with the changes c, runs one pass of r and compares
+			// the remaining entries.
 			checkPass := func(t *testing.T, r *reconciler, c *sink.Changes, want []connection) {
 				t.Helper()
 				clearTable(t, n.FD)
@@ -270,8 +271,8 @@ func TestUnsureChangeChecksWholeService(t *testing.T) {
 }
 
 // Each batch of a pass deletes the stale connections of its services. The last batch also
-// deletes the connections of deleted services. Connections to an address that another
-// service took over are kept.
+// deletes the connections of deleted services. It keeps connections to an address that
+// another service took over.
 func TestPassInSeveralBatches(t *testing.T) {
 	at := func(name, ip, pods string) *api.View {
 		return service(t, name, "ip "+ip+"\nport 53\nready "+pods)

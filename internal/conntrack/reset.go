@@ -25,7 +25,7 @@ type lostConnection struct {
 	identity []byte // of its entry
 }
 
-// ends are the addresses between which a client's packets are sent.
+// ends are the source and the destination of a client's packets.
 type ends struct{ from, to netip.AddrPort }
 
 // resetter resets connections, even those of clients that only wait for data:
@@ -45,8 +45,8 @@ type resetter struct {
 	wake  chan struct{}   // has a value while connections may be waiting
 
 	mu sync.Mutex
-	// waiting has the connections that are not in work, by destination. The destinations
-	// take turns in the order of turns.
+	// waiting has the connections that are not in work, by destination. The field turns
+	// has the order in which the destinations take turns.
 	waiting map[netip.AddrPort][]lostConnection
 	turns   []netip.AddrPort
 	// known has the connections that are waiting or in work.
@@ -55,11 +55,12 @@ type resetter struct {
 }
 
 const (
-	// maxWaiting limits the waiting connections, and maxWaitingOf those of one
-	// destination. A later pass finds further connections.
+	// maxWaiting limits all waiting connections, and maxWaitingOf limits the waiting
+	// connections of one destination. A later pass finds further connections.
 	maxWaiting, maxWaitingOf = 64 << 10, 16 << 10
-	// maxInWork limits the connections in work, and maxInWorkOf those of one destination.
-	// A client that does not answer is in work until it has got all segments.
+	// maxInWork limits all connections in work, and maxInWorkOf limits the connections in
+	// work of one destination. A client that does not answer is in work until it has got
+	// all segments.
 	maxInWork, maxInWorkOf = 1024, 256
 	// linger is the time between a reset and the deletion of its entry.
 	linger = 20 * time.Millisecond
@@ -172,7 +173,7 @@ func (r *resetter) run(ctx context.Context) {
 type inWork struct {
 	lostConnection
 	sent int       // number of SYN+ACK segments
-	next time.Time // of the next segment
+	next time.Time // time of the next segment
 	over time.Time // when the connection was reset; zero before
 }
 
@@ -192,7 +193,7 @@ func (r *resetter) resetAll(ctx context.Context) {
 		defer net.close()
 	}
 	work, busy := map[ends]*inWork{}, map[netip.AddrPort]int{}
-	var over []*inWork // in work, and reset
+	var over []*inWork // connections in work that were reset
 	var failed error
 	for ctx.Err() == nil {
 		added := r.next(maxInWork-len(work), busy)
@@ -244,7 +245,7 @@ func (r *resetter) resetAll(ctx context.Context) {
 }
 
 // exchange sends segments to the clients of connections, and reads answers for about a
-// tick. It appends the connections that it has reset, or has given up, to the slice over.
+// tick. It appends each connection that it has reset or given up to the slice over.
 func (r *resetter) exchange(net *packets, work map[ends]*inWork, added bool, over *[]*inWork) (err error) {
 	now := time.Now()
 	if added {

@@ -57,7 +57,7 @@ func newResetWorld(t *testing.T, n *netnstest.Namespace, loose string) *resetWor
 	return w
 }
 
-// program makes the node translate connections to the service to the pods with this number.
+// program makes the node forward connections of the service to the pods with this number.
 func (w *resetWorld) program(t *testing.T, pod int, masquerade bool) {
 	rules := fmt.Sprintf(`
 		ip daddr . tcp dport { 10.96.0.10 . 80, 10.2.0.1 . 30080 } dnat ip to 10.1.0.%d:5080
@@ -92,8 +92,8 @@ func (w *resetWorld) connect(t *testing.T, from *netnstest.Namespace, to string)
 	return client, server
 }
 
-// endsSoon returns nil if a connection ends by a reset within a time. It sends nothing,
-// and only waits for data.
+// endsSoon returns nil if a reset ends the connection within the given time. It sends
+// nothing, and only waits for data.
 func endsSoon(c net.Conn, within time.Duration) error {
 	c.SetReadDeadline(time.Now().Add(within))
 	_, err := c.Read(make([]byte, 1))
@@ -164,7 +164,8 @@ func TestConnectionsToLostEndpointsAreReset(t *testing.T) {
 						t.Errorf("kept connection of %s: %v", name, err)
 					}
 				}
-				// Neither segments of the resetter nor their answers leave entries.
+				// The segments of the resetter, and the answers to them, leave no
+				// entries.
 				for _, entry := range tableEntries(t, n.FD) {
 					if !strings.Contains(entry, "by 10.1.0.2") && !strings.Contains(entry, "by [fd01::2") {
 						t.Errorf("there is an entry %s", entry)
@@ -190,8 +191,8 @@ func TestOnlyServicesWithResetsLoseConnections(t *testing.T) {
 	}
 }
 
-// TestListenersAreNotDestroyed uses a client whose source port is that of a listener of the
-// node. The search of sock_diag finds the listener.
+// TestListenersAreNotDestroyed uses a client with the same source port as a listener of the
+// node. The search of sock_diag finds this listener.
 func TestListenersAreNotDestroyed(t *testing.T) {
 	n, opts := newNamespace(t)
 	w := newResetWorld(t, n, "1")
@@ -220,8 +221,8 @@ func TestListenersAreNotDestroyed(t *testing.T) {
 	}
 }
 
-// TestManyConnectionsAreReset resets all connections of a service, with clients of another
-// service that do not answer.
+// TestManyConnectionsAreReset resets all connections of a service. Clients of another
+// service do not answer.
 func TestManyConnectionsAreReset(t *testing.T) {
 	const count, silent = 3000, 500
 	n, opts := newNamespace(t)

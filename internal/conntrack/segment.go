@@ -33,14 +33,15 @@ type segment struct {
 	length uint32
 }
 
-// challenge returns a SYN+ACK segment, which a client of a connection answers with an ACK
-// segment that has its sequence numbers (RFC 5961, section 4).
+// challenge returns a SYN+ACK segment. The client of a connection answers it with an ACK
+// segment that contains the sequence numbers of the connection (RFC 5961, section 4).
 func challenge(from, to netip.AddrPort) segment {
 	return segment{from: from, to: to, seq: rand.Uint32(), ack: rand.Uint32(), flags: flagSYN | flagACK}
 }
 
 // Challenge returns the IP packet of a TCP segment from the address of a service. If the
-// client to has a connection to this address, it answers with an ACK segment.
+// client at the address "to" has a connection to the service's address, it answers with
+// an ACK segment.
 func Challenge(from, to netip.AddrPort) []byte { return challenge(from, to).encode() }
 
 // encode returns the IP packet of a segment.
@@ -105,8 +106,8 @@ func parseSegment(b []byte) (s segment, ok bool) {
 	}, true
 }
 
-// packets sends TCP segments with any source address, and receives segments that arrive at
-// any interface, before the kernel translates them.
+// packets sends TCP segments with any source address. It receives the segments that arrive
+// at any interface, before the kernel translates them.
 type packets struct {
 	receiver, sender4, sender6 int
 	buf                        [128]byte

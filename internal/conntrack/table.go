@@ -17,7 +17,7 @@ import (
 // batchSize is the number of deletions in one request.
 const batchSize = 64
 
-// kind is the family and the protocol of the connections in one dump of the table.
+// kind is the family and the protocol of all connections in one dump of the table.
 type kind struct {
 	family   api.Family
 	protocol uint8

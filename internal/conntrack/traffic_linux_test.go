@@ -33,7 +33,8 @@ func addRoutedNamespaces(t *testing.T, n *netnstest.Namespace, addresses ...stri
 	return client, pods
 }
 
-// setNATRule replaces the nftables table in n by a table with this NAT rule.
+// setNATRule replaces the nftables table in the namespace n by a table with this NAT
+// rule.
 func setNATRule(t *testing.T, n *netnstest.Namespace, rule string) {
 	t.Helper()
 	n.RunWith(t, fmt.Sprintf(`
@@ -90,8 +91,8 @@ func TestClientsFollowTheirService(t *testing.T) {
 	}
 }
 
-// TestLateReplyDoesNotKeepClientFromService uses a server that replies after the entry of
-// its client's flow was deleted. The reply creates a new entry.
+// TestLateReplyDoesNotKeepClientFromService deletes the entry of a flow before the server
+// replies. The reply creates a new entry.
 func TestLateReplyDoesNotKeepClientFromService(t *testing.T) {
 	n, opts := newNamespace(t)
 	client, pods := addRoutedNamespaces(t, n, pod1, dns)

@@ -29,8 +29,8 @@ type flow struct {
 	protocol    uint8
 	established bool
 	client, to  netip.AddrPort // the source and the destination of the client's packets
-	// The fields endpoint and back are the source and the destination of the replies. The
-	// endpoint equals the field to if the flow is not translated.
+	// The fields endpoint and back are the source and the destination of the replies. If
+	// the flow is not translated, the fields endpoint and "to" are equal.
 	endpoint, back netip.AddrPort
 }
 
@@ -42,9 +42,9 @@ type verdict struct {
 	resets   bool              // connections to lost endpoints are reset
 }
 
-// isStale reports whether a flow to the destination has to be deleted, or reset if it is an
-// established connection. This is true if the flow's endpoint was removed, or if the flow
-// has no endpoint although new flows get an endpoint.
+// isStale reports whether a flow to the destination has to be deleted. An established
+// connection has to be reset instead. isStale is true if the flow's endpoint was removed,
+// or if the flow has no endpoint although new flows get one.
 func (v verdict) isStale(f flow) bool {
 	switch {
 	case f.established:
@@ -58,8 +58,8 @@ func (v verdict) isStale(f flow) bool {
 	}
 }
 
-// class identifies the frontends of a service that share their verdict: those of one
-// kind, family and port. It is their key without the address.
+// class identifies the frontends of a service that have one kind, family and port. These
+// frontends share a verdict. The class is their key without the address.
 type class = nodeview.FrontendKey
 
 func classOf(f nodeview.FrontendKey) class {
@@ -93,8 +93,8 @@ func verdictsOf(view *api.View) verdicts {
 	return all
 }
 
-// tracks reports whether frontends with the given protocol have destinations with the
-// protocol of this number. The frontends of an all-ports service have the protocol 0.
+// tracks reports whether the protocol of a frontend includes the protocol with this
+// number. The frontends of an all-ports service have the protocol 0.
 func tracks(number uint8, protocol api.Protocol) bool {
 	return protocol == 0 || protocol.Number() == number
 }
@@ -114,8 +114,8 @@ type change struct {
 	resets      bool
 }
 
-// stale returns the classes with flows that may be stale according to the verdicts now
-// although they were not stale according to the earlier verdicts.
+// stale returns the classes with newly stale flows: flows that may be stale by the
+// verdicts in the argument now, but were not stale by the verdicts in before.
 func (c *comparison) stale(before, now map[class]verdict, protocol uint8) map[class]bool {
 	var all map[class]bool
 	for k, v := range now {
@@ -129,8 +129,8 @@ func (c *comparison) stale(before, now map[class]verdict, protocol uint8) map[cl
 	return all
 }
 
-// makesStale reports whether a class has flows of a protocol that may be stale according to
-// the verdict now, although they were not stale according to the verdict before.
+// makesStale reports whether a class has newly stale flows of a protocol, if its verdict
+// changes from the argument before to the argument now.
 func (c *comparison) makesStale(before, now verdict, protocol uint8) bool {
 	resets := protocol == unix.IPPROTO_TCP
 	switch {

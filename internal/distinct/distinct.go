@@ -3,14 +3,14 @@
 // Package distinct finds duplicates in lists that usually are short.
 package distinct
 
-// few is the number of keys up to which a linear search is cheaper than a map.
+// few is a number of keys. Up to this number, a linear search is cheaper than a map.
 const few = 8
 
-// Set is a set of keys. It allocates nothing for few keys. The zero value is empty.
+// Set is a set of keys. A set with few keys allocates no memory. The zero value is empty.
 type Set[K comparable] struct {
 	small [few]K
 	n     int
-	large map[K]struct{} // has all keys if it is not nil
+	large map[K]struct{} // if not nil, the map has all keys
 }
 
 // Has reports whether the set has a key.

@@ -26,9 +26,8 @@ type Elements struct {
 // DefaultMax is the default limit for the elements of a service.
 const DefaultMax = 1_000_000
 
-// OfState returns the elements of the service in s, without computing a view. A service that
-// has no view, because the Service object is missing or has the type ExternalName, has no
-// elements.
+// OfState returns the elements of the service in s, without computing a view. If the Service
+// object is missing or has the type ExternalName, the service has no view and no elements.
 func OfState(s *api.ServiceState) Elements {
 	endpoints := len(s.Slices)
 	for _, slice := range s.Slices {
@@ -42,8 +41,8 @@ func OfView(view *api.View) Elements {
 	return Of(view.Service, len(view.Endpoints)+len(view.Draining))
 }
 
-// Of returns the elements of a service with this number of endpoints. If s is nil, it has
-// none.
+// Of returns the elements of a service with this number of endpoints. If s is nil, there
+// are no elements.
 func Of(s *api.Service, endpoints int) Elements {
 	if s == nil || s.Type == api.ExternalName {
 		return Elements{}

@@ -20,13 +20,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ErrNotFound is wrapped by the error for a question that names an unknown service. The
-// service may exist without being selected for the proxy; see
-// watcher.Options.Unselected.
+// ErrNotFound means that a question names an unknown service. Errors wrap it. The service
+// may exist without being selected for the proxy; see watcher.Options.Unselected.
 var ErrNotFound = errors.New("not found")
 
-// Explain yields the explanations that answer q, sorted by service. Without an answer,
-// it yields one error, which names the service or address and lists frontends at the
+// Explain yields the explanations that answer q, sorted by service. Without an answer, it
+// yields one error. This error names the service or address, and lists frontends at the
 // same address. The node must not be nil. If the node has no addresses, questions about
 // an address of the node find no node ports.
 func (q Question) Explain(s *cluster.Snapshot, node *api.Node) iter.Seq2[*nodeview.Explanation, error] {
@@ -75,8 +74,8 @@ func (q Question) ExplainViews(u *updates.Update, node *api.Node) iter.Seq2[*nod
 type services struct {
 	node *api.Node
 	keys iter.Seq[types.NamespacedName]
-	// explain reports whether the service exists. If only EndpointSlices refer to it, it has
-	// an explanation that says so.
+	// explain reports whether the service exists. If only EndpointSlices refer to the
+	// service, the explanation says so.
 	explain func(types.NamespacedName) (e *nodeview.Explanation, exists bool)
 	// refused returns the reason why a service is refused.
 	refused func(types.NamespacedName) (string, bool)
@@ -127,9 +126,9 @@ func (s *services) named(key types.NamespacedName) (*nodeview.Explanation, error
 	return nil, fmt.Errorf("service %s %w", key, ErrNotFound)
 }
 
-// notFound returns the error for an address and port without a service. It lists services
-// that use the address with other ports. If the node's addresses are unknown, it lists
-// services that have the port as a node port.
+// notFound returns the error for an address and port without a service. The error lists
+// services that use the address with other ports. If the node's addresses are unknown,
+// the error lists services that have the port as a node port.
 func (q Question) notFound(s *services) error {
 	var there, nodePorts, endpointOf []string
 	samePort := Question{nodePorts: api.FamilyOf(q.addr), port: q.port, protocol: q.protocol}

@@ -102,7 +102,7 @@ func TestAnswers(t *testing.T) {
 		}
 		want := strings.Replace(test.want, "default/lone 0, ", "", 1) // a view has a service
 		if test.question == "large" {
-			want = "service default/large not found" // only the server knows the reason
+			want = "service default/large not found" // only the server knows why the service is refused
 		}
 		if got := text(q.ExplainViews(views, node)); got != want {
 			t.Errorf("%q from views: %s, want %s", test.question, got, want)
@@ -110,8 +110,8 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// The error for an unknown service wraps ErrNotFound, because the caller may know the
-// reason.
+// The error for an unknown service wraps ErrNotFound, because the caller may know why the
+// service is unknown.
 func TestNotFound(t *testing.T) {
 	for question, want := range map[string]bool{"missing": true, "lone": true, "large": false, "10.9.9.9": false} {
 		q, err := explain.Parse(question)

@@ -63,8 +63,9 @@ func Parse(text string) (Question, error) {
 	return Question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
 }
 
-// brackets adds the brackets that an IPv6 address with a port needs. It returns "" if s is
-// not such an address. The text fd00::1:80 is also an address without a port.
+// brackets adds the brackets that an IPv6 address with a port needs. If s is not an IPv6
+// address with a port, it returns "". The text fd00::1:80 is also an address without a
+// port.
 func brackets(s string) string {
 	i := max(strings.LastIndexByte(s, ':'), 0)
 	port, err := strconv.ParseUint(strings.TrimPrefix(s[i:], ":"), 10, 16)
@@ -91,7 +92,8 @@ func (q Question) Service() types.NamespacedName { return q.service }
 // Addr returns the address that q names, or the zero value if q names no address.
 func (q Question) Addr() netip.Addr { return q.addr }
 
-// address returns the question's address, with the port and protocol if they are given.
+// address returns the question's address. The port and the protocol follow if the
+// question has them.
 func (q Question) address() string {
 	text := q.addr.String()
 	switch {
@@ -108,7 +110,7 @@ func (q Question) address() string {
 
 // matches reports whether a frontend is at the question's address, port and protocol. A
 // node port matches at all node addresses and loopback addresses, even if the proxy
-// serves it only at some of them.
+// serves the port only at some of these addresses.
 func (q Question) matches(k nodeview.FrontendKey, node *api.Node) bool {
 	asksProtocol := q.protocol == api.UnknownProtocol || q.protocol == k.Protocol
 	if q.nodePorts != 0 {

@@ -12,11 +12,11 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Of returns a view without its endpoints, which has the same frontends.
+// Of returns a view with the same frontends, but without endpoints.
 func Of(view *api.View) *api.View { return &api.View{Service: view.Service, Lost: view.Lost} }
 
-// Keys yields the keys of the frontends of view, in the order of [nodeview.Frontends]. It
-// takes no time for endpoints. If view is nil, it yields nothing.
+// Keys yields the keys of the view's frontends, in the order of [nodeview.Frontends]. Its
+// time does not depend on the number of endpoints. If view is nil, it yields nothing.
 func Keys(view *api.View) iter.Seq[nodeview.FrontendKey] {
 	return func(yield func(nodeview.FrontendKey) bool) {
 		if view == nil {
@@ -31,8 +31,8 @@ func Keys(view *api.View) iter.Seq[nodeview.FrontendKey] {
 }
 
 // Same reports whether two views of a service have the same frontends, apart from the
-// endpoints. It may return false although they have. If one of the views is nil, it
-// returns false.
+// endpoints. It may return false although the frontends are the same. If one of the views
+// is nil, it returns false.
 func Same(a, b *api.View) bool {
 	return a != nil && b != nil && a.Service.Equal(b.Service) &&
 		slices.EqualFunc(a.Lost, b.Lost, func(a, b api.LostClaim) bool { return a.Claim == b.Claim })
@@ -41,8 +41,8 @@ func Same(a, b *api.View) bool {
 // SourcesID identifies the sources that frontends of one view admit. It is for programs that
 // compute or write the sources once for all frontends that share them. Frontends of a view
 // with the same SourcesID admit the same sources on each node. Frontends with different
-// SourcesIDs may admit the same sources, too. The zero value belongs to no frontend. A
-// SourcesID has no meaning for other views.
+// SourcesIDs may nevertheless admit the same sources. The zero value belongs to no frontend.
+// A SourcesID has no meaning for other views.
 type SourcesID struct {
 	family     api.Family
 	restricted bool

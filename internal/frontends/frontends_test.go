@@ -46,7 +46,8 @@ func TestSourcesOf(t *testing.T) {
 		}
 		contents[id], ids[content] = content, id
 	}
-	// IPv4 and IPv6, each without restriction, and each restricted.
+	// One ID for each family without restriction, and one for each family with a
+	// restriction.
 	if len(contents) != 4 {
 		t.Errorf("got %d IDs, want 4: %v", len(contents), contents)
 	}

@@ -31,10 +31,10 @@ type Options struct {
 	// Healthy reports whether the proxy has programmed all services at least once and is not
 	// stuck. Default: always healthy.
 	Healthy func() bool
-	// Failed is called when the port of a service cannot be opened at an address. It may
-	// create an event, for example. It is not called again while attempts fail for the same
-	// reason. Its calls never overlap. It must not call the Server. Default: the error is
-	// only logged.
+	// Failed is called when the Server cannot open the port of a service at an address.
+	// Failed may create an event, for example. It is not called again while attempts fail
+	// for the same reason. Its calls never overlap. It must not call the Server. Default:
+	// the error is only logged.
 	Failed func(service types.NamespacedName, at netip.AddrPort, err error)
 	// Observe is called with the numbers of open and failing ports whenever they change. Its
 	// calls never overlap. It must not call the Server. Default: none.
@@ -68,8 +68,8 @@ type server struct {
 	ports    map[int32]*port
 	addrs    []netip.Addr
 	retry    chan struct{} // has a value after a new failed attempt
-	// open is the number of open sockets. failing has the other sockets with
-	// their ports. So a change or a retry does not look at all sockets.
+	// open is the number of open sockets. failing has the other sockets with their ports,
+	// so that a change or a retry need not search all sockets.
 	open    int
 	failing map[*socket]*port
 	counts  [2]int // the last arguments of Observe
@@ -116,7 +116,7 @@ func byAge(a, b *service) int {
 	return cmp.Or(a.created.Compare(b.created), ordering.Keys(a.key, b.key))
 }
 
-// positionOf returns the position of a service in a sorted list of claimants.
+// positionOf returns the position of the service "of" in a sorted list of claimants.
 func positionOf(claimants []*service, of *service) int {
 	at, _ := slices.BinarySearchFunc(claimants, of, byAge)
 	return at
@@ -233,8 +233,8 @@ func (s *server) setService(key types.NamespacedName, view *api.View, touched ma
 	}
 }
 
-// arrange opens the missing sockets of one port and closes those that are no longer
-// needed. The caller holds the lock.
+// arrange opens the missing sockets of one port, and closes its sockets that are no
+// longer needed. The caller holds the lock.
 func (s *server) arrange(ctx context.Context, number int32) {
 	p := s.ports[number]
 	wanted := len(p.claimants) > 0
@@ -321,7 +321,7 @@ func (s *server) observe() {
 	}
 }
 
-// run follows changes of the addresses and retries failed ports, until ctx ends.
+// run follows changes of the addresses until ctx ends. It also retries failed ports.
 func (s *server) run(ctx context.Context, changed <-chan struct{}) {
 	for {
 		var due <-chan time.Time

@@ -12,7 +12,8 @@ import (
 )
 
 const (
-	// minBackoff and maxBackoff limit the wait before a failed port is tried again.
+	// minBackoff and maxBackoff limit the wait before the next attempt to open a failed
+	// port.
 	minBackoff = time.Second
 	maxBackoff = time.Minute
 )

@@ -10,7 +10,7 @@ import (
 	"github.com/Microsoft/hcsshim/hcn"
 )
 
-// endpoint converts an endpoint from the type of package hcn, without invalid addresses.
+// endpoint converts an endpoint from the type of package hcn. It omits invalid addresses.
 func endpoint(from *hcn.HostComputeEndpoint) Endpoint {
 	e := Endpoint{
 		ID:      strings.ToLower(from.Id),
@@ -33,9 +33,9 @@ func endpoint(from *hcn.HostComputeEndpoint) Endpoint {
 	return e
 }
 
-// balancer converts a load balancer from the type of package hcn. It returns false if the
-// address of a frontend is invalid, because the converted load balancer would lack that
-// frontend.
+// balancer converts a load balancer from the type of package hcn. If the address of a
+// frontend is invalid, balancer returns false, because the converted load balancer would
+// lack that frontend.
 func balancer(from *hcn.HostComputeLoadBalancer) (lb LoadBalancer, ok bool) {
 	lb = LoadBalancer{
 		ID:    strings.ToLower(from.Id),

@@ -10,15 +10,15 @@ import (
 	"net/netip"
 )
 
-// Open returns the service of this machine, whether or not it runs. On other systems than
+// Open returns the HNS of this machine, even if HNS does not run. On other systems than
 // Windows, it returns an error. Tests replace it with [fakehns.Use].
 var Open = open
 
 // HNS is the Host Networking Service. The backend makes one call at a time.
 //
-// All IDs are GUIDs. The IDs of endpoints and load balancers are in lower case. The
-// errors of all methods wrap ErrNotFound, ErrExists, ErrNotRunning or ErrNotSupported if
-// one of these is the cause.
+// All IDs are GUIDs. The IDs of endpoints and load balancers are in lower case. If the
+// cause of a method's error is ErrNotFound, ErrExists, ErrNotRunning or ErrNotSupported,
+// the error wraps this cause.
 type HNS interface {
 	// Features returns the features of this version of Windows.
 	Features() (Features, error)
@@ -35,7 +35,8 @@ type HNS interface {
 	DeleteEndpoint(id string) error
 	// CreateLoadBalancer creates a load balancer and returns HNS' description of it. The
 	// argument's ID is empty. The description lacks the settings that HNS does not report.
-	// The error is ErrExists if another load balancer has a frontend of the argument.
+	// If another load balancer already has one of the argument's frontends, the error is
+	// ErrExists.
 	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
 	// UpdateLoadBalancer replaces the settings of the load balancer with this ID.
 	UpdateLoadBalancer(LoadBalancer) error
@@ -63,7 +64,8 @@ type Features struct {
 	DualStack bool
 	// RemoteSubnet is support for remote subnets. Overlay networks require it.
 	RemoteSubnet bool
-	// SessionAffinity allows sending all connections of a client to the same endpoint.
+	// SessionAffinity means that a load balancer can send all connections of a client to
+	// the same endpoint.
 	SessionAffinity bool
 	// ModifyLoadBalancer allows changing a load balancer in place.
 	ModifyLoadBalancer bool

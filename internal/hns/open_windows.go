@@ -18,8 +18,8 @@ func open() (HNS, error) { return service{}, nil }
 // runs.
 type service struct{}
 
-// wrap wraps an error of HNS together with the error of this package that has the same
-// meaning, if any.
+// wrap wraps an error of HNS. If an error of this package has the same meaning, the
+// result wraps it, too.
 func wrap(err error) error {
 	if err == nil {
 		return nil
@@ -39,8 +39,8 @@ func wrap(err error) error {
 	return fmt.Errorf("%w: %w", meaning, err)
 }
 
-// Features implements [HNS]. It does not use hcn.GetSupportedFeatures, which
-// caches the first result forever, even if HNS did not run at that time.
+// Features implements [HNS]. It does not use hcn.GetSupportedFeatures, because that
+// function caches its first result forever, even if HNS did not run at that time.
 func (service) Features() (Features, error) {
 	globals, err := hcn.GetGlobals()
 	if err != nil {

@@ -4,8 +4,8 @@
 // has the map even after a crash.
 //
 // Each change appends a line to the file, so its cost does not depend on the size of the
-// map. The first line names the kind of the file. Each further line begins with a
-// checksum, and then sets a key to a value or deletes a key. For example:
+// map. The first line names the kind of the file. Each further line has a checksum and
+// one change: it sets a key to a value, or deletes a key. For example:
 //
 //	kpng journal: addresses
 //	5d1c3f0e "10.96.0.10" "vEthernet (HNS Internal NIC)"
@@ -40,8 +40,8 @@ type Journal struct {
 	pending bytes.Buffer
 	// lines is the number of lines in the file and in pending.
 	lines int
-	// stale is true if lines cannot be appended to the file, because it does not exist or
-	// its last line may be truncated.
+	// stale is true if the file does not exist, or if its last line may be truncated.
+	// Then no lines can be appended.
 	stale bool
 }
 

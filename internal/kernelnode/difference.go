@@ -6,7 +6,8 @@ package kernelnode
 
 import "fmt"
 
-// Difference is an error that describes how the kernel differs from its expected content.
+// Difference is an error that describes how the content of the kernel differs from the
+// expected content.
 type Difference string
 
 func (d Difference) Error() string { return string(d) }

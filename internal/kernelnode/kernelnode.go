@@ -12,7 +12,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Addrs returns the addresses of a Node object, or none if it is nil.
+// Addrs returns the addresses of a Node object. If n is nil, it returns no addresses.
 func Addrs(n *api.Node) []netip.Addr {
 	var addrs []netip.Addr
 	if n != nil {

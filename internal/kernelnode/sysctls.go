@@ -14,7 +14,8 @@ import (
 )
 
 // ApplySysctls checks or sets the kernel settings that make this node forward packets,
-// and the settings in more. The field o.Sysctls selects between checking and setting.
+// and the settings in the argument more. The field o.Sysctls says whether it checks or
+// sets them.
 func ApplySysctls(ctx context.Context, o *backends.Options, more ...sysctl.Setting) error {
 	if o.Sysctls == backends.IgnoreSysctls {
 		return nil

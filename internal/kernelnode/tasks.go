@@ -30,8 +30,9 @@ type Tasks struct {
 	stop        context.CancelFunc
 }
 
-// Start starts connection tracking and the watcher. If the options provide a sink or a
-// source of addresses instead, Start uses these. If Start fails, no goroutine is left.
+// Start starts connection tracking and the watcher. If the options provide their own sink
+// or source of addresses, Start uses this one instead. If Start fails, no goroutine is
+// left.
 func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if t.Addresses = o.NodeAddresses; t.Addresses == nil {
@@ -54,8 +55,8 @@ func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 }
 
 // Resets reports whether connection tracking with these options resets connections to
-// lost endpoints (nodeview.Existing.Resets). It is false if Options.Conntrack is set:
-// that sink itself says whether it resets connections.
+// lost endpoints (nodeview.Existing.Resets). If Options.Conntrack is set, the result is
+// false, because that sink itself says whether it resets connections.
 func Resets(o *backends.Options) bool {
 	if o.Conntrack == nil {
 		return true
@@ -103,15 +104,15 @@ func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValue
 }
 
 // Sync passes changes on to connection tracking, and returns the error that the backend's
-// Sync has to return. The argument err is the result of programming the dataplane. If the
-// driver has to deliver the changes again because of err, Sync does not pass them on yet.
+// Sync has to return. The argument err is the result of programming the dataplane. If err
+// makes the driver deliver the changes again, Sync does not pass them on yet.
 func (t *Tasks) Sync(ctx context.Context, c *sink.Changes, err error) error {
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err
 	}
 	if err := t.connections.Sync(ctx, c); err != nil {
 		// The dataplane has the changes, but connection tracking does not. A new pass delivers
-		// all services to both again.
+		// all services again.
 		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
 	}
 	return err

@@ -6,17 +6,17 @@ package kernelnode
 
 import "time"
 
-// PauseFactor is the ratio of the pause after a comparison with the kernel to the
-// duration of the comparison. Therefore comparisons use at most 2 % of a CPU.
+// PauseFactor times the duration of a comparison with the kernel is the pause after it.
+// Therefore comparisons use at most 2 % of a CPU.
 const PauseFactor = 50
 
 // Leftovers records whether the last pass kept rules because services failed. Only
-// another pass can find and remove the stale rules of these services, even after the
-// services succeed.
+// another pass can find and remove the stale rules of these services. This is so even if
+// the services succeed later.
 type Leftovers struct {
 	Exist bool
-	// PassAt is the time of the next pass if leftovers exist. It is the end of the last pass
-	// plus the backoff.
+	// PassAt is the time of the next pass if leftovers exist: the end of the last pass plus
+	// the backoff.
 	PassAt  time.Time
 	backoff time.Duration
 }
@@ -39,7 +39,7 @@ func (l *Leftovers) RecordPass(now time.Time, failed bool) {
 func (l *Leftovers) Due(now time.Time) bool { return l.Exist && !now.Before(l.PassAt) }
 
 // DriftPause computes the pause before a backend searches again for changes by other
-// programs. The pause grows while the backend finds such changes, so that a program that
+// programs. The pause grows while the backend finds such changes. So a program that
 // constantly changes the rules does not cause constant passes.
 type DriftPause struct {
 	foundAt time.Time

@@ -23,8 +23,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Difference is a field of a configuration file that makes kube-proxy behave otherwise
-// than kpng.
+// Difference is a field of a configuration file with which kube-proxy behaves differently
+// from kpng.
 type Difference struct {
 	// Field is the path of the field, such as iptables.syncPeriod.
 	Field string
@@ -32,7 +32,7 @@ type Difference struct {
 	Value string
 	// Meaning says what kpng does instead.
 	Meaning string
-	// Followed reports that kpng follows the field after all. Meaning is then an advice.
+	// Followed is true if kpng follows the field after all. Then Meaning contains advice.
 	Followed bool
 }
 
@@ -48,9 +48,9 @@ const Unknown = "unknown field; ignored, as kube-proxy does"
 // Apply calls try before it sets a flag. An error of try means that the backend refuses
 // this value. The errors that Apply returns name the fields at fault.
 //
-// Apply refuses the files that kube-proxy refuses. As kube-proxy does, Apply ignores
-// unknown fields and, of a field that is given twice, all values except the last one. The
-// result contains such fields.
+// Apply refuses the files that kube-proxy refuses. Like kube-proxy, Apply ignores unknown
+// fields. If a field is given twice, both programs use the last value. The result
+// contains such fields.
 func Apply(fs *pflag.FlagSet, backend string, file []byte, try func(flag, value string) error) ([]Difference, error) {
 	t := &translation{flags: fs, backend: backend, try: try, windows: runtime.GOOS == "windows"}
 	err := t.apply(file)
@@ -99,7 +99,7 @@ func (t *translation) apply(file []byte) error {
 }
 
 // field describes a field of a configuration file. If flag and meaning are empty, then
-// kpng behaves in the same way for all values of the field, or methods of the type
+// all values of the field have the same effect on kpng, or methods of the type
 // translation handle the field.
 type field struct {
 	// read checks the type of a value in JSON, and returns the value as a flag expects it.
@@ -203,7 +203,7 @@ type translation struct {
 	backend, mode string
 	try           func(flag, value string) error
 	windows       bool
-	values        map[string]string // of the fields that the file sets, by the keys of fields
+	values        map[string]string // values of the fields that the file sets; the keys are those of the map fields
 	gates         map[string]bool
 	differences   []Difference
 	errs          []error
@@ -214,7 +214,7 @@ func (t *translation) differ(path, value, meaning string) {
 	t.differences = append(t.differences, Difference{Field: path, Value: value, Meaning: meaning})
 }
 
-// advise records an advice about a field that kpng follows.
+// advise records advice about a field that kpng follows.
 func (t *translation) advise(path, value, meaning string) {
 	t.differences = append(t.differences, Difference{path, value, meaning, true})
 }
@@ -243,7 +243,7 @@ func (t *translation) set(path, flag, value string) {
 	}
 }
 
-// without returns what follows for a file that needs a flag which the command does not have.
+// without describes the effect if a field needs a flag that the command does not have.
 func (t *translation) without(flag string) string {
 	switch flag {
 	case "scheduler":
@@ -264,8 +264,8 @@ func (t *translation) without(flag string) string {
 	return fmt.Sprintf("the command with the backend %s has no flag --%s", t.backend, flag)
 }
 
-// drops finds packets that kube-proxy drops or accepts in the mode of the file, and the
-// backend does not.
+// drops finds packets that kube-proxy, in the mode of the file, handles differently from
+// the backend: one drops them and the other accepts them.
 func (t *translation) drops() {
 	if t.mode == "kernelspace" {
 		return
@@ -296,9 +296,9 @@ func (t *translation) drops() {
 	}
 }
 
-// masqueradeBit sets the flag for the bit of packet marks. A file that contains
-// kube-proxy's default usually has it only because all defaults are written out, so kpng
-// keeps its own default. The two bits must differ where both programs run.
+// masqueradeBit sets the flag for the bit of packet marks. If the file contains
+// kube-proxy's default, kpng keeps its own default, because such files usually write out
+// all defaults. Where both programs run, their bits must differ.
 func (t *translation) masqueradeBit(path, value string) {
 	const flag, kubeProxys = "masquerade-bit", "14"
 	f := t.flags.Lookup(flag)
@@ -381,7 +381,8 @@ func (t *translation) pods() {
 	}
 }
 
-// listItem returns the value of a flag for a list with one item, which may contain commas.
+// listItem returns the value of a flag for a list with one item. The item may contain
+// commas.
 func listItem(item string) string {
 	if strings.ContainsAny(item, `",`) {
 		return `"` + strings.ReplaceAll(item, `"`, `""`) + `"`
@@ -397,7 +398,7 @@ func (t *translation) nodePorts() {
 		list = "all"
 	}
 	if list == "" {
-		return // primary is the default of kpng and of the other modes
+		return // "primary" is the default of kpng and of the other modes
 	}
 	if f := t.flags.Lookup(flag); f != nil && f.Changed {
 		t.set(path, flag, list)
@@ -494,7 +495,7 @@ func countDocuments(file []byte) int {
 	}
 }
 
-// walk adds the fields below the field with this path to t.values.
+// walk adds to t.values all fields below the field with this path.
 func (t *translation) walk(path string, tree map[string]any) {
 	for _, key := range slices.Sorted(maps.Keys(tree)) {
 		path, value := path+key, tree[key]

@@ -31,7 +31,7 @@ func (t *translation) validate() {
 	for _, path := range slices.Sorted(maps.Keys(t.values)) {
 		check := fields[path].check
 		if section, _ := section(path); check == nil || (section == "ipvs" || section == "nftables") && section != t.mode {
-			continue // kube-proxy does not check the settings of these modes in other modes
+			continue // kube-proxy checks the settings of these modes only in these modes
 		}
 		if err := check(t.values[path]); err != nil {
 			t.refuse(path, err)
@@ -66,7 +66,7 @@ func (t *translation) validateGates() {
 	t.gates = map[string]bool{}
 	if text := t.values["featureGates"]; text != "" {
 		if err := json.Unmarshal([]byte(text), &t.gates); err != nil {
-			panic(err) // gatesValue has made the text
+			panic(err) // the method gatesValue made this text, so it is valid
 		}
 	}
 	known := FeatureGates()
@@ -81,8 +81,8 @@ func (t *translation) validateGates() {
 	}
 }
 
-// gate returns the value of a feature gate. The argument all names another gate that also
-// sets it.
+// gate returns the value of the feature gate called name. The argument all is the name of
+// another gate that also sets this gate.
 func (t *translation) gate(name, all string, byDefault bool) bool {
 	for _, name := range [...]string{name, all} {
 		if value, ok := t.gates[name]; ok {
@@ -281,7 +281,7 @@ func isVersion(value string) error {
 	return nil
 }
 
-// split returns the items of a list as it is in translation.values.
+// split returns the items of a list in the form of translation.values.
 func split(list string) []string {
 	if list == "" {
 		return nil

@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// reader checks the type of a value in JSON, as kube-proxy's decoder does, and returns
-// the value as a flag expects it. Null stands for a missing field.
+// reader checks the type of a value in JSON like kube-proxy's decoder, and returns the
+// value as a flag expects it. Null stands for a missing field.
 type reader func(value any) (string, error)
 
 func textValue(value any) (string, error) {
@@ -137,7 +137,7 @@ func listValue(value any) (string, error) {
 			return "", fmt.Errorf("item %d: %w", i, err)
 		}
 		if text == "" || strings.Contains(text, ",") {
-			text = strconv.Quote(text) // no CIDR; must stay recognizable as such in the result
+			text = strconv.Quote(text) // not a CIDR; the quotes keep it recognizable in the result
 		}
 		items = append(items, text)
 	}

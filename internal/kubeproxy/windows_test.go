@@ -17,7 +17,7 @@ func TestModesOfWindows(t *testing.T) {
 		"mode: iptables": false,
 		"mode: nftables": false,
 		"mode: kernelspace\niptables: {syncPeriod: 1s, minSyncPeriod: 2s}": false,
-		"clusterCIDR: x":     true, // without detectLocalMode, kube-proxy does not use it on Windows
+		"clusterCIDR: x":     true, // without detectLocalMode, kube-proxy does not use clusterCIDR on Windows
 		"bindAddress: 1.2.3": false,
 	} {
 		config = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n" + config

@@ -49,8 +49,8 @@ type Server struct {
 
 	// Mu guards the fields of the Server while it serves.
 	Mu sync.Mutex
-	// Refuse, if set, returns the error for a request that must fail, and nil for other
-	// requests.
+	// Refuse returns the error for a request that must fail, and nil for other requests.
+	// It may be unset.
 	Refuse func(Request) *apierrors.StatusError
 	// OnlyJSON is true for a server without protobuf.
 	OnlyJSON bool
@@ -112,8 +112,8 @@ func (s *Server) Config() *rest.Config {
 	return &rest.Config{Host: "http://api.test", Dial: s.listener.dial}
 }
 
-// Unplug makes a server that [Start] returned unreachable if off is true, and otherwise
-// reachable again.
+// Unplug makes the server unreachable if off is true. Otherwise it makes the server
+// reachable again. The server must come from [Start].
 func (s *Server) Unplug(off bool) { s.listener.unplug(off) }
 
 const (
@@ -199,7 +199,7 @@ func (s *Server) Bookmark() {
 	s.signal()
 }
 
-// Drop ends all watches, with an error event if last is not nil.
+// Drop ends all watches. If last is not nil, each watch first sends this error event.
 func (s *Server) Drop(last *apierrors.StatusError) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -216,7 +216,8 @@ func (s *Server) Compact() {
 }
 
 // Backup returns a function that restores the present objects and the present revision,
-// and ends all watches, as a restore of etcd does. The server then has no earlier events.
+// and ends all watches. A restore of etcd has the same effects. After it, the server has
+// no earlier events.
 func (s *Server) Backup() (restore func()) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -408,7 +409,7 @@ func (s *Server) watch(w http.ResponseWriter, ctx context.Context, req Request, 
 	}
 	w.WriteHeader(http.StatusOK)
 	// Collect events while Mu is locked, and flush them while it is not locked. Otherwise a
-	// write could block while the client waits for an answer that needs Mu.
+	// write could block while the client waits for another answer, which needs Mu.
 	var pending bytes.Buffer
 	send := func(event string, o runtime.Object) {
 		if protobuf {
@@ -475,7 +476,7 @@ func (s *Server) watch(w http.ResponseWriter, ctx context.Context, req Request, 
 				send("DELETED", gone)
 			}
 		}
-		since = max(since, s.revision) // after restore, since may be in the future
+		since = max(since, s.revision) // after a restore, the revision in since may be in the future
 		if bookmarks != s.bookmarks {
 			bookmarks = s.bookmarks
 			sendBookmark(since, nil)
@@ -538,7 +539,8 @@ type pipeAddr struct{}
 func (pipeAddr) Network() string { return "pipe" }
 func (pipeAddr) String() string  { return "pipe" }
 
-// unplug makes the server unreachable if off is true, and otherwise reachable again.
+// unplug makes the server unreachable if off is true. Otherwise it makes the server
+// reachable again.
 func (l *pipeListener) unplug(off bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package listwatch makes ListWatches without streaming lists. A streaming list is a watch
-// event for each object, which costs the client and the server more CPU time than a list.
+// Package listwatch makes ListWatches without streaming lists. A streaming list sends a
+// watch event for each object. These events cost the client and the server more CPU time
+// than a list.
 package listwatch
 
 import (

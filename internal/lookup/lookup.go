@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package lookup searches lists that are usually short. A list of at most 32 elements may
-// have any order. A longer list is sorted, because a linear search for each of many keys
-// takes too long.
+// have any order. A longer list is sorted, because many linear searches in it would take
+// too long.
 package lookup
 
 import "slices"
 
 const maxUnsorted = 32
 
-// Sort sorts list for Find. It does not change the order of short lists and of equal
-// elements.
+// Sort sorts list for Find. It does not change the order of equal elements, nor the order
+// of short lists.
 func Sort[E any](list []E, compare func(a, b E) int) {
 	if len(list) > maxUnsorted {
 		slices.SortStableFunc(list, compare)

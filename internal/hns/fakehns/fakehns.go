@@ -65,7 +65,8 @@ type HNS struct {
 	host      []netip.Addr
 }
 
-// Use makes h the HNS of this machine until the end of the test or benchmark.
+// Use makes h the Host Networking Service of this machine until the end of the test or
+// benchmark.
 func Use(tb testing.TB, h hns.HNS) {
 	open := hns.Open
 	hns.Open = func() (hns.HNS, error) { return h, nil }
@@ -79,8 +80,8 @@ type Quirks struct {
 	// Descriptions of load balancers omit the flags in HiddenFlags and HiddenPortFlags.
 	HiddenFlags     hns.LoadBalancerFlags
 	HiddenPortFlags hns.PortFlags
-	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider each omit one setting
-	// from descriptions of load balancers or endpoints.
+	// Each of HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider omits one
+	// setting from the descriptions of load balancers or endpoints.
 	HidesSourceVIP, HidesDistribution, HidesRemote, HidesProvider bool
 	// Descriptions add the flags in AddsPortFlags to each port of a load balancer.
 	AddsPortFlags hns.PortFlags
@@ -128,9 +129,9 @@ type frontend struct {
 	port     uint16
 }
 
-// addrKey is a key that no two endpoints share. isRemote distinguishes a pod's endpoint
-// from a remote endpoint with the same address. Both may exist, because the network
-// plug-in does not check for remote endpoints.
+// addrKey is a key that no two endpoints share. The field isRemote distinguishes a pod's
+// endpoint from a remote endpoint with the same address. Both endpoints may exist,
+// because the network plug-in does not check for remote endpoints.
 type addrKey struct {
 	network  string
 	addr     netip.Addr
@@ -152,7 +153,7 @@ func New(features hns.Features) *HNS {
 }
 
 // SetHost sets the addresses of the machine. On an overlay network, a source VIP must be
-// one of these addresses or have an endpoint.
+// one of these addresses, or the address of an endpoint.
 func (h *HNS) SetHost(addrs ...netip.Addr) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -234,8 +235,8 @@ func (h *HNS) AddNetwork(n hns.Network) string {
 	return n.ID
 }
 
-// RemoveNetwork removes a network with its endpoints and the load balancers that use
-// them.
+// RemoveNetwork removes a network, its endpoints, and the load balancers that use these
+// endpoints.
 func (h *HNS) RemoveNetwork(id string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -413,8 +414,8 @@ func (h *HNS) forget(e hns.Endpoint) {
 	}
 }
 
-// LoseEndpoint removes an endpoint, also from the load balancers that use it, as HNS does
-// when a pod ends. A load balancer may then have no endpoints.
+// LoseEndpoint removes an endpoint, and also removes it from the load balancers that use
+// it. HNS does this when a pod ends. A load balancer may then have no endpoints.
 func (h *HNS) LoseEndpoint(id string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

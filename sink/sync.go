@@ -161,10 +161,9 @@ func (d *Driver) compose(u *updates.Update) batch {
 	return b
 }
 
-// isVoided begins a pass if u is lost and no pass is in progress. It reports whether
-// the acknowledgements of the pass in progress are void. This is so if another pass is
-// needed after it: the source has lost changes of delivered services, or StartOver was
-// called.
+// isVoided begins a pass if u is lost and no pass is in progress. It reports whether the
+// acknowledgements of the pass in progress are void. They are void if another pass has to
+// follow: the source has lost changes of delivered services, or StartOver was called.
 //
 // The pass in progress continues. So every pass ends, even if the source keeps losing
 // changes.
@@ -182,8 +181,8 @@ func (d *Driver) isVoided(u *updates.Update) (voided bool) {
 	return voided
 }
 
-// addChanges adds u's changes to b, except those of pending services and those that have to
-// wait. These become pending.
+// addChanges adds u's changes to b. Changes of pending services, and changes that have to
+// wait, become pending instead.
 func (d *Driver) addChanges(u *updates.Update, b *batch) {
 	changes := make([]Change, len(u.Changes))
 	for i, c := range u.Changes {
@@ -204,8 +203,8 @@ func (d *Driver) addChanges(u *updates.Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of the refused Node or of one isolated service, if one of
-// them is due.
+// addAlone puts the refused Node or one isolated service alone into b, if one of them is
+// due.
 func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	now := time.Now()
 	node, s := d.node.failures > 0 && !d.node.retryAt.After(now), d.pending.dueAlone(now)
@@ -222,7 +221,7 @@ func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	return true
 }
 
-// addLarge makes b a batch of one large service, if one is due.
+// addLarge puts one large service alone into b, if one is due.
 func (d *Driver) addLarge(u *updates.Update, b *batch) bool {
 	d.largeWaited = false
 	s := d.pending.dueLarge(time.Now())
@@ -363,8 +362,8 @@ const (
 )
 
 // pause returns the time from the end of a Sync to the start of the next one. Without
-// Options.MinInterval, there is no pause while changes are so rare that no two wait at
-// the same time.
+// Options.MinInterval, there is no pause while changes are so rare that only one change
+// waits at a time.
 func (d *Driver) pause(b *batch, took time.Duration) time.Duration {
 	if d.opts.MinInterval > 0 {
 		return d.opts.MinInterval
@@ -460,7 +459,7 @@ func (d *Driver) endPass() {
 	d.passed = d.present()
 	if !d.isSynced() {
 		// The source may have lost changes during the pass. But each service was delivered
-		// as it was when the pass began, or later.
+		// in its state at the beginning of the pass, or in a later state.
 		d.passed = min(d.passed, pass.revision)
 		d.notBefore = time.Time{}
 		d.begin()
@@ -545,7 +544,7 @@ func (d *Driver) hold(changes []Change) {
 	})
 }
 
-// putQueued adds a service that has changed to d.pending. Its delivery is due. If it waits
+// putQueued adds a changed service to d.pending. Its delivery is due. If the service waits
 // already, it keeps its place.
 func (d *Driver) putQueued(s *unacked, now time.Time) {
 	if s.retryAt.IsZero() || s.retryAt.After(now) {
@@ -577,8 +576,9 @@ func (d *Driver) holdLarge(changes []updates.LargeChange) {
 	})
 }
 
-// unacked returns a copy of the record of c's service in d.pending, or a new record. Of
-// the records that are not queued, only small failing ones become queued.
+// unacked returns a copy of the record of c's service in d.pending, or a new record. If why
+// is queued, the record of a small failing service becomes queued, and other records keep
+// their reason.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: updates.ViewOf(c.Old), unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {

@@ -15,9 +15,10 @@ import (
 	"github.com/kpng-project/kpng/internal/ordering"
 )
 
-// WaitSynced returns nil when a pass is complete in which the sink has acknowledged every
-// service, except failing ones. If StartOver was called before WaitSynced, that pass is one
-// that began after StartOver. A later call of StartOver does not prolong the wait.
+// WaitSynced returns nil when a pass is complete. In this pass, the sink has acknowledged
+// every service, except failing services. If StartOver was called before WaitSynced, the
+// pass must have begun after StartOver. A later call of StartOver does not prolong the
+// wait.
 //
 // If ctx or Run ends earlier, WaitSynced returns an error that names the sink and the
 // reasons why it is not synced. It may be called at any time, even before Run.

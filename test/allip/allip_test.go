@@ -47,7 +47,7 @@ var subjects = []subject{
 		command: func(t testing.TB) (args, env []string) { return []string{build(t, "all-ip")}, nil },
 		cleanup: func(t testing.TB) []string { return []string{build(t, "all-ip"), "--cleanup"} },
 		own: func(t testing.TB, node namespace) string {
-			// With -a, nft prints handles, so a rule that was written again differs.
+			// With -a, nft prints handles, so a rewritten rule differs.
 			return node.Run(t, "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
 				node.Run(t, "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
 		},
@@ -319,8 +319,8 @@ func (n *network) answers() error {
 	return nil
 }
 
-// fails returns a function that checks whether all connections from outside
-// fail with errors that isExpected accepts.
+// fails returns a function. It checks that all connections from outside fail, and that
+// isExpected accepts the errors.
 func (n *network) fails(isExpected func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {

@@ -37,13 +37,13 @@ const (
 
 	sctp    = 132
 	unnamed = 99 // a protocol without ports
-	// question is what machines answer over this protocol.
+	// Machines answer this question over the protocol unnamed.
 	question = "Who am I?"
-	// echoPort is the UDP port at which machines send back what they receive.
+	// echoPort is the UDP port at which machines send received packets back.
 	echoPort = 7
 )
 
-// The addresses of the client, and of the machine far, which is behind the client.
+// The addresses of the client, and of the machine "far" behind the client.
 var (
 	near = []string{"10.1.0.2", "fd01::2"}
 	far  = []string{"10.9.0.2", "fd09::2"}
@@ -126,7 +126,8 @@ func testWholeAddresses(t *testing.T, mode string) {
 	check("the rest", "6000/tcp,7/udp,icmp,5-9/sctp", "tcp/80", "tcp/5000", "udp/5353", "unnamed", "large tcp")
 	check("the ports of the service", "ports, icmp", "tcp/80", "tcp/5000", "udp/5353", "fragments", "sctp", "unnamed", "large tcp")
 	check("whole protocols", "tcp,udp,sctp,99", "ping")
-	// The machine far sent ICMP errors to the external IPs, which no filter blocks.
+	// The pod has received ICMP errors for connections to the machine "far". No filter blocks
+	// ICMP errors.
 	for i, addr := range far {
 		if route := pod.Run(t, "ip", "-"+[]string{"4", "6"}[i], "route", "get", addr); !strings.Contains(route, "mtu 1280") {
 			t.Errorf("the pod has not received the path MTU: %s", route)
@@ -232,7 +233,7 @@ func testWholeAddresses(t *testing.T, mode string) {
 	p.end(t, syscall.SIGTERM)
 }
 
-// ordinary makes a service for kube-proxy whose endpoint is a pod. It returns the cluster IPs.
+// ordinary makes a service for kube-proxy with a pod as endpoint. It returns the cluster IPs.
 func (c *cluster) ordinary(name, pod string) (ips []netip.Addr) {
 	c.t.Helper()
 	dualStack := corev1.IPFamilyPolicyRequireDualStack
@@ -277,8 +278,8 @@ func (n *network) startKubeProxy(t *testing.T, c *cluster, o kubeproxy.Options) 
 	})
 }
 
-// extend adds the machine far behind the client. The path to far has a smaller MTU than its
-// ends, so the client sends ICMP errors to those that send large packets to far.
+// extend adds the machine "far" behind the client. The path to this machine has a smaller MTU
+// than the two ends of the path. So the client sends ICMP errors to senders of large packets.
 func (n *network) extend(t *testing.T) namespace {
 	t.Helper()
 	m := newNamespace(t)
@@ -295,7 +296,8 @@ func (n *network) extend(t *testing.T) namespace {
 	return m
 }
 
-// listen accepts TCP connections at an address. It sends the peer's address.
+// listen accepts TCP connections at an address. Over each connection, it sends the peer's
+// address.
 func (n namespace) listen(t *testing.T, ip string) {
 	netnstest.Listen(t, n.Do, net.JoinHostPort(ip, "80"), func(c net.Conn) {
 		host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
@@ -303,7 +305,7 @@ func (n namespace) listen(t *testing.T, ip string) {
 	})
 }
 
-// echo sends back UDP packets, after the peer's address and a line feed.
+// echo answers a UDP packet with the peer's address, a line feed and the packet.
 func (n namespace) echo(t *testing.T, ip string) {
 	t.Helper()
 	var c net.PacketConn
@@ -397,7 +399,7 @@ func (n namespace) try(kind string, ip netip.Addr) error {
 	return err
 }
 
-// large gets more data over a connection than fit into one packet.
+// large receives more data over one connection than a packet can hold.
 func (n namespace) large(ip netip.Addr) error {
 	c, err := n.dial("tcp", ip, 80)
 	if err != nil {

@@ -31,8 +31,8 @@ var screenshot = flag.String("screenshot", "", "write the screenshot to this `fi
 // services is the number of services of the page.
 const services = 10_000
 
-// Text in errors must not become markup. In the DOM, this element would have the ID. A
-// screenshot for the documentation does not have this text.
+// Text in errors must not become markup. Otherwise the DOM would have an element with this
+// ID. A screenshot for the documentation does not have this text.
 const markup = `<b id="injected">`
 
 func name(i int) types.NamespacedName {

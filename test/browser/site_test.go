@@ -34,8 +34,8 @@ const measure = `<!doctype html><script>
 })()
 </script>`
 
-// TestSiteFitsScreens makes the site of the documents with hack/site, which fails for dead
-// links, and loads all pages with the width of a phone and of a desktop.
+// TestSiteFitsScreens makes the site of the documents with hack/site, and loads all pages
+// with the widths of a phone and of a desktop. hack/site fails for dead links.
 func TestSiteFitsScreens(t *testing.T) {
 	for _, program := range []string{"chromium", "mkdocs"} {
 		if _, err := exec.LookPath(program); err != nil {
@@ -81,7 +81,7 @@ func TestSiteFitsScreens(t *testing.T) {
 		}
 		select {
 		case requests <- struct{}{}:
-		default: // the test has not read the last one yet
+		default: // the test has not read the last request yet
 		}
 	}))
 	defer server.Close()
@@ -90,7 +90,7 @@ func TestSiteFitsScreens(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() {
-		cmd.Process.Signal(os.Interrupt) // it also ends its other processes
+		cmd.Process.Signal(os.Interrupt) // Chromium then also ends its other processes
 		cmd.Wait()
 	}()
 	const patience = time.Minute // without a request

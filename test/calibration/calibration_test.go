@@ -41,7 +41,8 @@ func TestKubeProxyOnLocalhost(t *testing.T) {
 	}, kubeproxy.Options{LocalhostNodePorts: true})
 }
 
-// run runs cases of the kit against kube-proxy with o and the settings of each site.
+// run runs cases of the kit against kube-proxy with the options o and the settings of each
+// site.
 func run(t *testing.T, opts conformance.Options, o kubeproxy.Options) {
 	server := apiserver.Start(t, apiserver.Options{})
 	o.Kubeconfig, o.MinSyncPeriod = apiserver.Kubeconfig(t, server.Config()), time.Millisecond
@@ -62,8 +63,8 @@ func run(t *testing.T, opts conformance.Options, o kubeproxy.Options) {
 	conformance.RunSubject(t, subject, opts)
 }
 
-// TestKpngWithConfigOfKubeProxy runs kpng with the ConfigMaps of kubeadm and kind. The
-// cases are those that do not depend on flags for the test world.
+// TestKpngWithConfigOfKubeProxy runs kpng with the ConfigMaps of kubeadm and kind. It
+// omits cases that depend on flags for the test world.
 func TestKpngWithConfigOfKubeProxy(t *testing.T) {
 	kpng := gotool.BuildOwn(t, "./cmd/kpng")
 	for _, name := range []string{"kubeadm", "kind"} {

@@ -125,7 +125,8 @@ func testAllIPOfEachNode(t *testing.T, c *cluster) {
 // testWholeAddress checks filters and the connections of a pod that has a whole address of
 // each family.
 func testWholeAddress(t *testing.T, c *cluster, ordinary *corev1.Service) {
-	// The pod has two servers: at ports 8080/tcp and 8081/udp, and at 9000/tcp and 9001/udp.
+	// The first server in the pod has the ports 8080/tcp and 8081/udp, the second 9000/tcp and
+	// 9001/udp.
 	apply(t, c.namespace, deployment("machine", 1, fmt.Sprintf(`
       - name: more
         image: %s

@@ -254,7 +254,7 @@ func (p *probe) await(ctx context.Context, condition func() bool) error {
 
 // usage is what a service proxy has used.
 type usage struct {
-	cpu  float64 // seconds, with those of ended child processes
+	cpu  float64 // seconds, including ended child processes
 	peak int     // maximum of resident memory since the last call of reset_peak, in MB
 }
 

@@ -240,9 +240,9 @@ func atoi(t *testing.T, s string) int {
 	return n
 }
 
-// addImage adds an image to all nodes. The image has the given program, whose path in the
-// image is the entry point, and the tools of this machine that it runs, all with their
-// libraries. A tool is the name of a program or the path of a file.
+// addImage adds an image to all nodes. The image has the given program, at the path
+// entrypoint, and tools of this machine, all with their libraries. A tool is the name of a
+// program or the path of a file.
 func (c *cluster) addImage(t *testing.T, name, entrypoint, program string, tools ...string) {
 	t.Helper()
 	read := func(path string) []byte {

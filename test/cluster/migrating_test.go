@@ -28,7 +28,7 @@ var mode = flag.String("kube-proxy-mode", "iptables", "the mode of kube-proxy in
 
 // TestMigrating makes kube-proxy with kubeadm, and runs the commands for clusters of kubeadm
 // in docs/operate/migrate.md under traffic. No request may fail or take longer than a second.
-// After each block of commands, each node has one proxy and nothing of the other.
+// After each block of commands, each node has one proxy and no trace of the other proxy.
 func TestMigrating(t *testing.T) {
 	blocks, err := deploy.KubeadmBlocks()
 	if err != nil {
@@ -102,8 +102,9 @@ func (m *migration) start() {
 		t.Fatal(err)
 	}
 	m.version = nodes.Items[0].Status.NodeInfo.KubeletVersion
-	// Without the names of protocols, nft lists elements with other keys than kube-proxy's, and
-	// a kube-proxy that starts again deletes all services. Its released image has this file, too.
+	// Without the names of protocols, the keys of elements that nft lists differ from
+	// kube-proxy's keys. Then kube-proxy deletes all services when it starts again. The released
+	// image of kube-proxy has this file, too.
 	tools := []string{"nft", "/etc/protocols"}
 	for _, name := range []string{"iptables", "ip6tables"} {
 		tools = append(tools, name, name+"-save", name+"-restore")
@@ -113,7 +114,7 @@ func (m *migration) start() {
 		t.Fatalf("iptables has no extensions: %v", err)
 	}
 	m.addImage(t, "registry.k8s.io/kube-proxy:"+m.version, "/usr/local/bin/kube-proxy", filepath.Join(bin, "kube-proxy"), append(tools, extensions...)...)
-	// The page installs the chart with this repository.
+	// The page's commands install the chart with this image repository.
 	m.addImage(t, "registry.example/kpng:"+chartValue(t, "Chart.yaml", "appVersion"), "/kpng", filepath.Join(bin, "kpng"))
 	m.addImage(t, chartValue(t, "values.yaml", "pauseImage"), "/pause", filepath.Join(bin, "pause"))
 	if err := os.Mkdir(filepath.Join(m.dir, "cmd"), 0o700); err != nil {
@@ -193,7 +194,7 @@ func (m *migration) write(name, text string) {
 	}
 }
 
-// run runs commands of the page. Its nodes have other names than the nodes of the cluster.
+// run runs commands of the page. The node names in the page differ from those of the cluster.
 func (m *migration) run(commands string) string {
 	m.t.Helper()
 	return m.command("bash", "-euxo", "pipefail", "-c", strings.ReplaceAll(commands, "worker-", "node-"))
@@ -246,7 +247,7 @@ func (m *migration) upgrade(enabled bool) {
 	}
 }
 
-// settle waits until each node has one proxy, which is ready, and nothing of the other.
+// settle waits until each node has one ready proxy and no trace of the other proxy.
 func (m *migration) settle() {
 	m.t.Helper()
 	for i := 1; i <= m.nodes; i++ {

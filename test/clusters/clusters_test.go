@@ -157,8 +157,8 @@ func answer(c net.Conn) (string, error) {
 	return string(buffer[:n]), err
 }
 
-// await waits until the service is answered by the named pod. A program waits up to a
-// minute between two requests to an API server that does not answer.
+// await waits until the named pod answers for the service. A program waits up to a minute
+// between two requests to an API server that does not answer.
 func (w *world) await(want string) time.Duration {
 	w.t.Helper()
 	began, got := time.Now(), ""

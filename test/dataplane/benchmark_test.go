@@ -74,7 +74,8 @@ func kpngWith(name, backend string) proxy {
 	}}
 }
 
-// saveProfile waits until kpng serves profiles, and writes one of four seconds to a file.
+// saveProfile waits until kpng serves profiles, and writes a profile of four seconds to a
+// file.
 func saveProfile(t testing.TB, file string) {
 	for t.Context().Err() == nil {
 		response, err := http.Get("http://" + metricsAddr + "/debug/pprof/profile?seconds=4")
@@ -149,9 +150,8 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
 }
 
-// loadModules runs a proxy once until all services work. So the kernel has loaded the
-// modules that the proxy needs, which takes long in QEMU. Afterwards it deletes the
-// proxy's rules.
+// loadModules runs a proxy once until all services work. So the kernel loads the modules
+// that the proxy needs. In QEMU, this takes long. Afterwards it deletes the proxy's rules.
 func (c *cluster) loadModules(b *testing.B, p proxy) {
 	r := c.start(b, p, 0)
 	r.wait(b)
@@ -160,8 +160,8 @@ func (c *cluster) loadModules(b *testing.B, p proxy) {
 }
 
 // flush deletes everything that proxies program in the network namespace: all nftables
-// tables, including those of iptables, all sets of ipset, what IPVS has, and all eBPF maps
-// and links.
+// tables, including those of iptables, all sets of ipset, the state of IPVS, and all eBPF
+// maps and links.
 func flush(b testing.TB) {
 	b.Helper()
 	if err := os.RemoveAll(filepath.Join(bpffs, "kpng-ebpf")); err != nil {
@@ -256,7 +256,7 @@ func (r *running) load(b *testing.B, listing time.Duration) {
 
 // rest waits until the proxy uses almost no CPU time, or less than half of a CPU
 // for ten seconds, but at most for restPatience. In QEMU, an idle kube-proxy uses a sixth of
-// a CPU, and may need longer for a sync than its time between syncs.
+// a CPU, and its syncs may take longer than the time between syncs.
 func (r *running) rest() {
 	deadline := time.Now().Add(restPatience)
 	for quiet := 0; quiet < 10 && time.Now().Before(deadline); {

@@ -76,8 +76,8 @@ type cluster struct {
 	// group is the cgroup of the measured proxy. If ipvs is true, this proxy uses IPVS.
 	group *cgroup.Group
 	ipvs  bool
-	// sockets is the cgroup, version 2, to which kpng-ebpf attaches its programs. It is the
-	// cgroup of this process.
+	// sockets is the cgroup (version 2) for the programs of kpng-ebpf. It is the cgroup of
+	// this process.
 	sockets string
 	// fresh is the number of endpoint addresses that newPodIP has returned.
 	fresh atomic.Int64

@@ -19,8 +19,8 @@ import (
 const (
 	// loadTime is the duration of each load in BenchmarkConnections.
 	loadTime = time.Second
-	// rounds is the number of times that each load is measured, alternately with direct
-	// connections and through services.
+	// rounds is the number of measurements of each load. Direct connections and
+	// connections through services alternate.
 	rounds = 5
 	// clients is the number of goroutines that send requests.
 	clients = 4
@@ -83,8 +83,8 @@ func (c *cluster) compare(b *testing.B, p proxy) {
 	r.kill(b)
 }
 
-// targets returns the address of an endpoint, and the address of a service. The endpoint
-// may belong to another service, but each service has another endpoint.
+// targets returns the addresses of an endpoint and of a service. The endpoint may belong
+// to another service. It differs for each service.
 func (c *cluster) targets(service int) [2]netip.AddrPort {
 	return [2]netip.AddrPort{
 		netip.AddrPortFrom(offset(podCIDR.Addr(), 257+service*c.endpoints), podPort),

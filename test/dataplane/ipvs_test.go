@@ -19,8 +19,8 @@ import (
 )
 
 // virtualServers records when expected endpoints reach IPVS, until ctx ends. IPVS sends
-// no notifications, so it reads the virtual server of each expected endpoint every
-// millisecond.
+// no notifications, so the function reads the virtual server of each expected endpoint
+// every millisecond.
 func virtualServers(t testing.TB, ctx context.Context) (seen *sightings, expect func(service int, pod netip.Addr)) {
 	t.Helper()
 	handle, err := ipvs.New("")

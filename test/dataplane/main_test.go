@@ -62,7 +62,8 @@ func moveInside() int {
 
 var (
 	nodeIP = netip.MustParseAddr("192.168.99.1")
-	// podCIDR has the pod addresses. A local route for it lets this node accept connections.
+	// podCIDR has the pod addresses. A local route for this prefix lets this node accept
+	// connections.
 	podCIDR = netip.MustParsePrefix("10.128.0.0/9")
 	// firstVIP is the cluster IP of the first service.
 	firstVIP = netip.MustParseAddr("10.96.1.0")

@@ -430,7 +430,7 @@ func (m elements) lines(t testing.TB) (lines []string, used map[string]bool) {
 	add := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
 	used = map[string]bool{}
 	for _, family := range []string{"4", "6"} {
-		lists := contents{} // also the endpoints that have numbers
+		lists := contents{} // includes the endpoints with numbers
 		for key, endpoint := range m.take("numbers" + family) {
 			p := parts(key)
 			lists.add(p[0], "%v %s", p[1], text(t, endpoint))
@@ -522,8 +522,8 @@ func splitHandling(value string) (list, handling string) {
 	return value[:n] + strings.Repeat("0", digits), value[n:]
 }
 
-// splitLength divides the number of source ranges into the part that all ranges of the list
-// share and the length of one range.
+// splitLength splits a number of source ranges. All ranges of a list share the first part. The
+// second part is the length of one range.
 func splitLength(number string) (list, length string) {
 	n := len(number) - 2
 	return number[:n], number[n:]

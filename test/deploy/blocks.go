@@ -15,8 +15,8 @@ type Block struct {
 	Commands string
 }
 
-// KubeadmBlocks returns the commands with which docs/operate/migrate.md moves a cluster of
-// kubeadm to kpng and back, in their order.
+// KubeadmBlocks returns commands of docs/operate/migrate.md, in their order. They move a
+// cluster of kubeadm to kpng and back.
 func KubeadmBlocks() ([]Block, error) {
 	page, err := os.ReadFile("../../docs/operate/migrate.md")
 	if err != nil {

@@ -25,7 +25,7 @@ import (
 // TestServerRelayAndNodeWorkTogether runs the three programs of the folder central with
 // their arguments. Only addresses, ports, paths and the server's source differ. The node
 // becomes ready when it has programmed the services that it got through the relay. Then
-// clients with other certificates try to read what they may not read.
+// clients with other certificates try to read without permission.
 func TestServerRelayAndNodeWorkTogether(t *testing.T) {
 	kpng := gotool.BuildOwn(t, "./cmd/kpng")
 	args := map[string][]string{}
@@ -132,9 +132,9 @@ type authority struct {
 	key *ecdsa.PrivateKey
 }
 
-// certificates writes the files of the volumes that the folder central needs, each into a
-// directory of its own. The authority "own" signs the certificates of servers and relays,
-// the authority "cluster" those of kubelets.
+// certificates writes the files of the volumes that the folder central needs. Each volume
+// has its own directory. The authority "own" signs the certificates of servers and relays.
+// The authority "cluster" signs the certificates of kubelets.
 func certificates(t *testing.T, dir string) {
 	t.Helper()
 	check := func(err error) {
@@ -154,7 +154,8 @@ func certificates(t *testing.T, dir string) {
 		check(os.WriteFile(file, text, 0o600))
 	}
 	serial := int64(0)
-	// issue returns a certificate and its key. A nil authority makes a new authority.
+	// issue returns a certificate and its key. If signer is nil, issue makes a new
+	// authority.
 	issue := func(signer *authority, template *x509.Certificate) (*authority, []*pem.Block) {
 		t.Helper()
 		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

@@ -144,7 +144,7 @@ metricsBindAddress: 127.0.0.1:10449`))
 	}
 }
 
-// A task runs in init containers, after the proxy that stays is complete.
+// A task runs in init containers, after the remaining proxy is complete.
 func TestChartRunsTasks(t *testing.T) {
 	for _, test := range []struct{ values, want string }{
 		{"{task: check, kubeProxy: {configMap: kube-proxy}}", "task: kpng:v0.1.0 check nftables --config=/var/lib/kube-proxy/config.conf"},

@@ -21,9 +21,9 @@ import (
 
 // TestMigrationKeepsOneProxyOnEachNode runs the commands for clusters of kubeadm in
 // docs/operate/migrate.md, in their order. In place of kubectl and helm, it runs scripts that
-// record the arguments. The test follows what they do to DaemonSets and labels of nodes.
-// After each command, each node has exactly one proxy, and a cleanup runs only on nodes with
-// the other proxy. In the end, everything is as before.
+// record the arguments. The test tracks how the commands change DaemonSets and labels of
+// nodes. After each command, each node has exactly one proxy, and a cleanup runs only on
+// nodes with the other proxy. In the end, everything is as before.
 func TestMigrationKeepsOneProxyOnEachNode(t *testing.T) {
 	m := newMigration(t)
 	blocks, err := KubeadmBlocks()
@@ -77,8 +77,8 @@ status:
   numberReady: 3
 `
 
-// programs replace those that the commands of the page run. A record of arguments ends with
-// a line "end".
+// programs replace the programs that the commands of the page run. A record of arguments ends
+// with a line "end".
 var programs = map[string]string{
 	"helm": `printf '%s\n' helm "$@" end >>commands`,
 	"kubectl": `case "$*" in
@@ -146,7 +146,7 @@ func (m *migration) decode(text string) *appsv1.DaemonSet {
 	return set
 }
 
-// run runs the commands of a block, and follows what they do.
+// run runs the commands of a block, and tracks their effects.
 func (m *migration) run(block string) {
 	m.t.Helper()
 	m.write("commands", "", 0o600)

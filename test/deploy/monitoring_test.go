@@ -100,8 +100,8 @@ func referenceMetrics(t *testing.T, pattern string) []string {
 	return names
 }
 
-// TestDriftAlertCoversAllBackends checks that KpngDrift uses the metric of each backend that
-// counts drift.
+// TestDriftAlertCoversAllBackends checks that the alert KpngDrift uses all metrics of
+// backends that count drift.
 func TestDriftAlertCoversAllBackends(t *testing.T) {
 	names := referenceMetrics(t, `kpng_\w+_drift_found_total`)
 	i := slices.IndexFunc(alerts(t), func(r rule) bool { return r.Alert == "KpngDrift" })
@@ -168,7 +168,7 @@ func TestScrapeConfigurationIsValid(t *testing.T) {
 		if name := job.(map[string]any)["job_name"]; name != "kpng" {
 			t.Errorf("the job is %q; the alerts need kpng", name)
 		}
-		delete(job.(map[string]any), "kubernetes_sd_configs") // Debian's promtool does not know it
+		delete(job.(map[string]any), "kubernetes_sd_configs") // Debian's promtool does not know this field
 	}
 	promtool(t, "check", "config", writeYAML(t, config))
 }
@@ -180,7 +180,7 @@ func TestPrometheusFindsTheProxies(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	names := strings.NewReplacer("source_labels", "sourceLabels", "target_label", "targetLabel") // to those of a PodMonitor
+	names := strings.NewReplacer("source_labels", "sourceLabels", "target_label", "targetLabel") // replaces names of fields by those of a PodMonitor
 	config := parseYAML(t, names.Replace(string(text)))["scrape_configs"].([]any)[0].(map[string]any)["relabel_configs"].([]any)
 
 	found := 0
@@ -210,7 +210,7 @@ func TestPrometheusFindsTheProxies(t *testing.T) {
 }
 
 // compareTargets compares the targets that a configuration makes from pods with the
-// containers that serve metrics, and returns how many containers these are.
+// containers that serve metrics, and returns the number of these containers.
 func compareTargets(t *testing.T, config []any, pods []*unstructured.Unstructured) (found int) {
 	t.Helper()
 	for _, object := range pods {
@@ -247,8 +247,8 @@ func compareTargets(t *testing.T, config []any, pods []*unstructured.Unstructure
 	return found
 }
 
-// relabel returns what Prometheus makes of the labels of a discovered container, or nil if
-// it drops the container.
+// relabel returns the labels of a discovered container as Prometheus changes them, or nil if
+// Prometheus drops the container.
 func relabel(t *testing.T, config []any, labels map[string]string) map[string]string {
 	t.Helper()
 	for _, c := range config {
@@ -381,7 +381,7 @@ func TestKpngExposesMetricsOfAlertsAndDashboard(t *testing.T) {
 	}
 }
 
-// selector selects series of a metric by the values of labels. It has no labels that
+// selector selects series of a metric by the values of labels. It omits labels that
 // Prometheus adds.
 type selector struct {
 	metric string

@@ -43,7 +43,7 @@ func TestRelease(t *testing.T) {
 	if err := os.WriteFile(goenv, []byte(settings), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	// The check of updates depends on what others publish.
+	// The check of updates depends on releases of other projects.
 	env := []string{"PLATFORMS=linux/" + *arch + " windows/amd64", "SIGNING_KEY=" + key, "SKIP=updates"}
 	first := release(t, "022", append(env, "GOVULNDB="+vulnerabilities(t, "example.com/other", "F")))
 	second := release(t, "077", append(env, "SKIP=updates vulnerabilities", "GOENV="+goenv, "GOAMD64=v2", "GOEXPERIMENT=jsonv2", "TZ=Asia/Tokyo", "LC_ALL=C.UTF-8", "HOME="+t.TempDir()))
@@ -130,7 +130,7 @@ func TestRelease(t *testing.T) {
 		}
 	}
 
-	var linkedPackages []string // of Debian, in the image kpng-iptables
+	var linkedPackages []string // Debian packages in the image kpng-iptables
 	t.Run("bill of materials", func(t *testing.T) {
 		type component struct {
 			Ref           string `json:"bom-ref"`
@@ -261,7 +261,7 @@ func TestRelease(t *testing.T) {
 		file := filepath.Join(first, name+"-"+version+"-image.tar")
 		images[name] = strings.TrimSpace(read(t, first, name+"-"+version+"-image.digest"))
 		t.Run("image "+name, func(t *testing.T) {
-			// skopeo uploads what it reads.
+			// skopeo uploads the manifest that it reads.
 			raw, err := exec.CommandContext(t.Context(), "skopeo", "inspect", "--raw", "oci-archive:"+file).Output()
 			if err != nil {
 				t.Fatal(err)
@@ -368,8 +368,8 @@ func TestRelease(t *testing.T) {
 	})
 }
 
-// imageFiles returns the files of an image with one platform. The file is an OCI layout in
-// an archive without compression.
+// imageFiles returns the files of an image with one platform. The argument file is an
+// uncompressed archive of an OCI layout.
 func imageFiles(t *testing.T, file string) map[string][]byte {
 	t.Helper()
 	content, err := os.ReadFile(file)
@@ -528,8 +528,8 @@ spec: {clusterIP: 192.0.2.1, clusterIPs: [192.0.2.1], ports: [{port: 80}]}
 	}
 }
 
-// TestReleaseStopsOnVulnerabilities tests hack/release with a database that has a
-// vulnerability of a function that kpng calls, and without a database.
+// TestReleaseStopsOnVulnerabilities tests hack/release without a database, and with a
+// database that lists a vulnerable function. kpng calls this function.
 func TestReleaseStopsOnVulnerabilities(t *testing.T) {
 	for name, test := range map[string]struct{ database, want string }{
 		"vulnerability": {vulnerabilities(t, "k8s.io/klog/v2", "FromContext"), "GO-2026-0001"},
@@ -584,7 +584,7 @@ func release(t *testing.T, umask string, env []string) string {
 	return dir
 }
 
-// pinnedModules returns the versions of modules that a release has.
+// pinnedModules returns the versions of the modules in a release.
 func pinnedModules(t *testing.T) map[string]string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "go", "list", "-modfile=hack/release.mod", "-m", "-f", "{{.Path}} {{.Version}}", "all")

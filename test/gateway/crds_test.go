@@ -17,8 +17,8 @@ import (
 
 const (
 	group = "gateway.networking.k8s.io"
-	// The module with the CRDs is no dependency of this module, which would then need newer
-	// versions of other modules.
+	// The module with the CRDs is no dependency of this module. As a dependency, it would
+	// require newer versions of other modules.
 	module    = "sigs.k8s.io/gateway-api@v1.6.1"
 	moduleSum = "h1:mock6phZbI6rvZerwrVNk7hVNymQgHo+6sJ81Ia7ftY="
 )

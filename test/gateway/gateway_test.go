@@ -61,8 +61,9 @@ func newWorld(t *testing.T) *world {
 	w.node.Add(t, "pods", nodeIP+"/16")
 	w.node.Route(t, apiserver.ServiceCIDRv4, nodeIP, "pods")
 	w.node.Set(t, "ipv4/ip_forward=1")
-	// A connection with the port of an earlier one has its endpoint, while the kernel remembers
-	// that. Refused ones are not remembered, so this would change their measured share.
+	// While the kernel remembers a connection, a new connection from the same port reaches the
+	// same endpoint. The kernel does not remember refused connections, so this would change
+	// their measured share.
 	for _, state := range []string{"tcp_timeout_time_wait", "tcp_timeout_close", "tcp_timeout_last_ack", "tcp_timeout_fin_wait", "tcp_timeout_close_wait", "udp_timeout", "udp_timeout_stream"} {
 		w.node.Set(t, "netfilter/nf_conntrack_"+state+"=1")
 	}
@@ -203,7 +204,8 @@ func (w *world) ask(network, address string) (ip string, err error) {
 	return ip, err
 }
 
-// await waits until f returns "", and returns how long that took. f returns what is wrong.
+// await waits until f returns "", and returns the duration of the wait. Other results of f
+// describe the problem.
 func (w *world) await(f func() string) time.Duration {
 	w.t.Helper()
 	began, last := time.Now(), ""

@@ -6,10 +6,11 @@
 // are written, some of them change, the proxy is killed and started again, and all
 // objects are deleted. Meanwhile an innocent service changes again and again.
 //
-// Each proxy runs in a process, a network namespace and a cgroup of its own. It reads
-// from an API server of the harness, which only stores what the harness writes. kpng runs
-// as a library in a copy of the test process, with the flags that its commands have. The
-// proxy "core" is kpng with a sink that does nothing. kube-proxy is the real program.
+// Each proxy runs in a process, a network namespace and a cgroup of its own. It reads from
+// an API server of the harness. This server stores only the objects that the harness
+// writes. kpng runs as a library in a copy of the test process, with the flags that its
+// commands have. The proxy "core" is kpng with a sink that does nothing. kube-proxy is the
+// real program.
 //
 // A change of the innocent service ends when kpng's backend acknowledges it. For
 // kube-proxy, it ends when a connection reaches the new endpoint.
@@ -28,8 +29,8 @@
 //	go test -run xxx -bench . -benchtime 1x -timeout 12h ./growth
 //	go test -run xxx -bench Growth -benchtime 1x ./growth -args -proxies nftables,kube-proxy -shapes affinity -scale 4
 //
-// TestObjective uses the same harness to measure how long changes take until packets reach
-// an endpoint, in a large cluster, during passes and transactions of other programs:
+// TestObjective uses the same harness in a large cluster. It measures the time from a
+// change until packets reach an endpoint, during passes and transactions of other programs:
 //
 //	go test -v -run Objective ./growth -objective-for 10m -objective-services 100000
 package growth

@@ -28,9 +28,9 @@ const (
 	// maxWaits is the largest allowed ratio of the wait of an innocent change to its wait
 	// without other changes.
 	maxWaits = 10
-	// rounds limits how often the test measures a shape. It stops when the lowest costs of
-	// all rounds keep the limits, because other programs and garbage collections only add
-	// costs.
+	// rounds limits how often the test measures a shape. The test stops when the lowest
+	// costs of all rounds keep the limits, because other programs and garbage collections
+	// only add costs.
 	rounds = 10
 )
 
@@ -63,7 +63,7 @@ var sizes = [...]int{1, 2, 4}
 // results are the figures of a shape in all sizes.
 type results []figures
 
-// lower replaces each cost by the cost in o if that is lower.
+// lower replaces each cost by the cost in o if the cost in o is lower.
 func (r results) lower(o results) {
 	for i := range r {
 		a, b := &r[i], o[i]

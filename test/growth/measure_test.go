@@ -25,7 +25,8 @@ import (
 
 var (
 	nodeIP = netip.MustParseAddr("192.168.99.1")
-	// podCIDR has the pod addresses. A local route for it lets the node accept connections.
+	// podCIDR has the pod addresses. A local route for this prefix lets the node accept
+	// connections.
 	podCIDR = netip.MustParsePrefix("10.128.0.0/9")
 )
 
@@ -36,7 +37,7 @@ const (
 	// changes the marker after these objects. A proxy that has applied the change of the
 	// marker has read all earlier changes.
 	innocents = "innocents"
-	// patience is the time without CPU use of the proxy after which the harness gives up.
+	// patience limits the time in which the proxy uses no CPU time. Then the harness gives up.
 	patience = 20 * time.Second
 	// kubeProxyPatience limits the time for one phase of kube-proxy, which retries for ever.
 	kubeProxyPatience = 5 * time.Minute
@@ -55,7 +56,7 @@ type phase struct {
 // wait describes how long a change of the innocent service waits.
 type wait struct {
 	time time.Duration // from the write of the object until the dataplane has the change
-	cpu  time.Duration // the proxy's CPU time meanwhile, which depends less on other programs
+	cpu  time.Duration // the proxy's CPU time during the wait; it depends less on other programs
 }
 
 // longer returns a wait with the maximum of each field.
@@ -75,7 +76,7 @@ var phaseNames = [phases]string{"load", "changes", "restart", "delete"}
 // figures are the results for one size.
 type figures struct {
 	phases [phases]phase
-	// start is what a start without objects uses.
+	// start is the usage of a start without objects.
 	start usage
 	// alone is the longest of several waits of innocent changes while nothing else happens.
 	alone wait
@@ -163,11 +164,11 @@ func innocent(flip int) []object {
 
 const innocentIP, markerIP = "10.96.0.10", "10.96.0.11"
 
-// innocentPod returns the endpoint of the innocent service after a number of changes. Only
-// every 200th change has the same endpoint. So merged changes also change the endpoint.
+// innocentPod returns the endpoint of the innocent service after a number of changes.
+// Endpoints repeat only after 200 changes. So merged changes also change the endpoint.
 func innocentPod(flip int) string { return offset("10.128.0.10", flip%200).String() }
 
-// marker returns the port and the endpoint of the marker's version with a number.
+// marker returns the port and the endpoint of the marker with this number.
 func marker(number int) (port int32, pod string) {
 	return int32(1000 + number%10_000), offset("10.128.1.0", number%200).String()
 }
@@ -259,8 +260,8 @@ func (h *harness) flip() (w wait, ok bool) {
 }
 
 // phase writes the given differences, and measures what the proxy uses until it has applied
-// all of them. Meanwhile it changes the innocent service. Without burst, it writes a
-// difference when the proxy has applied the previous one.
+// all of them. Meanwhile it changes the innocent service. If burst is false, it writes a
+// difference when the proxy has applied the previous difference.
 func (h *harness) phase(burst bool, writes ...difference) (p phase, ok bool) {
 	h.Helper()
 	services := map[string]bool{}

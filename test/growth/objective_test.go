@@ -29,12 +29,12 @@ var (
 )
 
 // TestObjective measures the network programming objective of docs/history/benchmarks.md with
-// packets. It changes EndpointSlices of probe services, each of which has an endpoint that is
-// ready or not ready. A change lasts from the write of the watch event until a connection to
-// the service is accepted, if the endpoint becomes ready, or refused. Meanwhile kpng makes
+// packets. It changes EndpointSlices of probe services. Each has one endpoint, which is ready
+// or not. A change lasts from the write of the watch event until the service accepts a
+// connection, or refuses a connection if the endpoint becomes unready. Meanwhile kpng makes
 // passes, and another process adds and deletes tables, without a pause.
 //
-// Connections are tried again every 100 µs, so a change may be that much shorter.
+// Connections are tried again every 100 µs, so a change may be up to 100 µs shorter.
 func TestObjective(t *testing.T) {
 	const probes = 20
 	h := newHarness(t, "nftables")
@@ -181,7 +181,8 @@ func quantile(times []time.Duration, part float64) time.Duration {
 	return sorted[min(int(part*float64(len(sorted))), len(sorted)-1)]
 }
 
-// histogram returns a table of times, with the part of them up to each limit.
+// histogram returns a table of limits. For each limit, it has the part of times up to this
+// limit.
 func histogram(times []time.Duration) string {
 	var out strings.Builder
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }

@@ -38,7 +38,8 @@ const (
 	nodeName           = "node"
 	allPortsAnnotation = "all-ports"
 	// proxyVariable is the environment variable with the name of the proxy that the process
-	// runs. Its arguments are a kubeconfig file and the flags of the backend.
+	// runs. The arguments of the process are a kubeconfig file and the flags of the
+	// backend.
 	proxyVariable = "KPNG_GROWTH_PROXY"
 )
 
@@ -140,7 +141,7 @@ func runProxy(name, kubeconfig string, args []string) error {
 				continue
 			}
 			number, _ := strconv.Atoi(strings.TrimPrefix(lines.Text(), "wait "))
-			// Each snapshot costs CPU time, so wait longer the longer it takes.
+			// Each snapshot costs CPU time. So the waits get longer with time.
 			for begin := time.Now(); !hasMarker(p, number); time.Sleep(max(time.Millisecond, time.Since(begin)/4)) {
 			}
 			if err := p.WaitApplied(ctx); err != nil {
@@ -153,7 +154,7 @@ func runProxy(name, kubeconfig string, args []string) error {
 	return p.Run(ctx)
 }
 
-// hasMarker reports whether the state of p contains the marker with a number.
+// hasMarker reports whether the state of p contains the marker with this number.
 func hasMarker(p *kpng.Proxy, number int) bool {
 	state, _ := p.State().Snapshot().States.Get(types.NamespacedName{Namespace: innocents, Name: "marker"})
 	if state == nil || state.Service == nil || len(state.Slices) != 1 {

@@ -121,8 +121,8 @@ func TestGoCodeInDocsCompiles(t *testing.T) {
 	}
 }
 
-// The go mod commands of the pages make a module of a program that imports kpng and modules of
-// Kubernetes.
+// A program imports kpng and modules of Kubernetes. The go mod commands of the pages make its
+// module.
 func TestModulesInDocsBuild(t *testing.T) {
 	files := map[string]string{}
 	for _, name := range []string{"main.go", "table.nft"} {
@@ -230,7 +230,7 @@ func TestLinksInDocsExist(t *testing.T) {
 		sections[p.name] = p.sections()
 	}
 	for _, p := range pages(t) {
-		text := regexp.MustCompile("(?ms)^```.*?^```|`[^`\n]*`").ReplaceAllString(p.text, "") // Go code has the syntax of links
+		text := regexp.MustCompile("(?ms)^```.*?^```|`[^`\n]*`").ReplaceAllString(p.text, "") // Go code may look like a link
 		for _, link := range regexp.MustCompile(`\]\(([^)\s]+)\)`).FindAllStringSubmatch(text, -1) {
 			if strings.Contains(link[1], "://") {
 				continue

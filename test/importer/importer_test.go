@@ -21,9 +21,9 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted contains modules that kpng must not add to the programs that import it. As
-// exceptions, package metrics may import Prometheus, and kernelspace may import hcsshim on
-// Windows, which imports parts of gRPC.
+// unwanted contains modules that kpng must not add to the programs that import it. There
+// are two exceptions: package metrics may import Prometheus. On Windows, kernelspace may
+// import hcsshim, and hcsshim imports parts of gRPC.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",

@@ -161,8 +161,8 @@ type read struct {
 
 func (r read) watch() bool { return r.query.Get("watch") != "" }
 
-// of returns the request of another node. A watch without initial events continues at the
-// given resource version.
+// of returns the request that another node would send. A watch without initial events
+// continues at the given resource version.
 func (r read) of(node int, revision string) read {
 	r.query = maps.Clone(r.query)
 	if r.watch() && !r.query.Has("sendInitialEvents") {
@@ -314,7 +314,7 @@ func (n node) start(b *testing.B, ctx context.Context, r read, received *atomic.
 	}()
 }
 
-// process is the folder of a process in /proc.
+// processDir is the folder of a process in /proc.
 type processDir string
 
 // findProcess returns the child of this process that runs the named program.

@@ -19,7 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// walk has the state of a test that changes a tenant in steps while two kpng-json
+// walk is the state of a test. The test changes a tenant in steps while two kpng-json
 // processes watch the tenant. The first process has the tenant's name as its proxy name,
 // and the second process has no proxy name.
 type walk struct {

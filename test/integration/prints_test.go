@@ -18,7 +18,7 @@ import (
 // whole state. The prints have no separator, so the last line of each print must show the
 // same service.
 type prints struct {
-	// last is the text with which the last line of each print begins.
+	// last is the beginning of the last line of each print.
 	last []byte
 	// If the field each is not nil, Write calls it with every print.
 	each func(print []byte)
@@ -88,8 +88,8 @@ func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	}
 }
 
-// winners matches the winners of lost claims. A view keeps the winner of the time when it
-// was computed.
+// winners matches the winners of lost claims. A view keeps the winner that was current
+// when the view was computed.
 var winners = regexp.MustCompile(`,"Winner":\{[^}]*\}`)
 
 func withoutWinners(print []byte) []byte { return winners.ReplaceAll(print, nil) }

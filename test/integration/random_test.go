@@ -90,8 +90,8 @@ func TestPrintsMatchAPIServer(t *testing.T) {
 	}
 }
 
-// equate makes cmp compare views as JSON, which omits empty fields, without the winners of
-// lost claims.
+// equate makes cmp compare views as JSON, without the winners of lost claims. JSON omits
+// empty fields.
 var equate = cmp.Transformer("JSON", func(views []*api.View) []any {
 	var out []any
 	for _, v := range views {

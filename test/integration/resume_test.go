@@ -17,7 +17,7 @@ import (
 func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 	const (
 		services = 200
-		replaced = 600 // at most; bytes of a changed service
+		replaced = 600 // maximum number of bytes for a changed service
 	)
 	t.Parallel()
 	server := shared.Get(t)

@@ -24,9 +24,9 @@ import (
 // from kpng-json, or from a sink that prints like kpng-json.
 //
 // kpng-json prints the whole state after each change. These prints have no separator. So
-// each screen has an additional service, the stamp, whose name sorts last and which
-// therefore ends each print. The stamp's ports contain a number that the test increases.
-// A print with the new number includes all earlier API writes.
+// each screen has an additional service, the stamp. Its name sorts last, so the stamp
+// ends each print. The stamp's ports contain a number that the test increases. A print
+// with the new number includes all earlier API writes.
 type screen struct {
 	tenant *tenant
 	proxy  string

@@ -50,8 +50,8 @@ var ranges = map[corev1.IPFamily]netip.Addr{
 }
 
 // client4 and client6 are the source addresses of connections to load balancers. up.sh
-// adds these addresses. They are in no node's network, because Kubernetes' tests
-// take clients there for clients whose source address was replaced.
+// adds these addresses. They are outside of the nodes' networks. For a client in these
+// networks, Kubernetes' tests would assume that the source address was replaced.
 var client4, client6 = netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("2001:db8:52::1")
 
 func main() {

@@ -14,8 +14,8 @@ import (
 )
 
 // Times returns the fields utime, stime, cutime and cstime of a process, in steps of 10 ms.
-// They are the CPU times of the process in user and kernel mode, and those of its children
-// that have ended. If the process has ended, ok is false.
+// They are the CPU times of the process in user and kernel mode, and the same times of its
+// ended children. If the process has ended, ok is false.
 func Times(t testing.TB, pid int) (times [4]time.Duration, ok bool) {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))

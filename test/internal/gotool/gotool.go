@@ -27,8 +27,8 @@ const (
 	KubeProxy     = "k8s.io/kubernetes/cmd/kube-proxy"
 )
 
-// OldKubeAPIServer is the last kube-apiserver without field selectors for Services, of
-// Kubernetes v1.30.
+// OldKubeAPIServer is kube-apiserver of Kubernetes v1.30, the last version without field
+// selectors for Services.
 const OldKubeAPIServer = "kube-apiserver-1.30"
 
 // older matches the names of programs of older versions of Kubernetes, such as
@@ -83,8 +83,8 @@ func goCommand(ctx context.Context, args ...string) (string, error) {
 
 var majorVersion = regexp.MustCompile(`/v[0-9]+$`)
 
-// inFolder returns the path of a program in a folder. Its file has the name that "go build
-// -o folder/" selects.
+// inFolder returns the path of a program in a folder. The program's file has the name that
+// "go build -o folder/" selects.
 func inFolder(dir, program string) (string, error) {
 	file := filepath.Join(dir, path.Base(majorVersion.ReplaceAllString(program, "")))
 	if _, err := os.Stat(file); err != nil {

@@ -25,10 +25,10 @@ type Tier struct {
 const hop = time.Millisecond / 2
 
 // Change returns the time until the last node has received one answer: a change, or the
-// whole state if Tier.Stream is the time for it. Each server waits first, because it may
-// gather changes. Then it works on its streams in turn, so its last stream waits for all
-// others. The order of the streams and the processor time of a stream, between half and one
-// and a half of Tier.Stream, are random.
+// whole state if Tier.Stream is the time for the whole state. Each server waits first,
+// because it may gather changes. Then it works on its streams in turn, so its last stream
+// waits for all others. The order of the streams is random. The processor time of a stream
+// is random, too, between 0.5 and 1.5 times Tier.Stream.
 func Change(random *rand.Rand, nodes int, wait time.Duration, tiers ...Tier) time.Duration {
 	arrived := []time.Duration{0} // at each server of the tier
 	for i, tier := range tiers {
@@ -50,8 +50,8 @@ func Change(random *rand.Rand, nodes int, wait time.Duration, tiers ...Tier) tim
 	return slices.Max(arrived)
 }
 
-// Loss returns the time until the nodes of a server of the last tier, which has ended, have
-// continued at the other servers. Tier.Stream is the processor time for one of them.
+// Loss returns the time after the end of a server of the last tier until its nodes have
+// continued at the other servers. Tier.Stream is the processor time for one node.
 func Loss(random *rand.Rand, nodes int, tier Tier) time.Duration {
 	lost := spread(random, nodes, tier.Servers)[0]
 	tier.Cores -= tier.Cores / float64(tier.Servers)

@@ -33,7 +33,7 @@ const (
 
 var sizes = []struct{ nodes, relays int }{{5_000, 0}, {50_000, 10}, {130_000, 26}}
 
-// The computed tables of docs/operate/scale.md follow from the measured ones on the page.
+// The computed tables of docs/operate/scale.md follow from the measured tables on the page.
 func TestPage(t *testing.T) {
 	page, err := os.ReadFile(path)
 	if err != nil {
@@ -59,7 +59,7 @@ func TestPage(t *testing.T) {
 
 // costs are the measured costs.
 type costs struct {
-	apiserver map[string]reader // by the program that reads it
+	apiserver map[string]reader // by the program that reads the API server
 	// shared is the time of a stream if server and clients share two cores.
 	shared, stream, relay, first, firstRelay, again time.Duration
 	streamMemory, serverMemory, firstBytes          float64
@@ -122,7 +122,7 @@ func measured(t *testing.T, page string) *costs {
 	return m
 }
 
-// units has nanoseconds and bytes.
+// units has the value of each unit, in nanoseconds or bytes.
 var units = map[string]float64{"µs": 1e3, "ms": 1e6, "s": 1e9, "B": 1, "KB": 1e3, "MB": 1e6, "MiB": 1 << 20}
 
 var value = regexp.MustCompile(`^([\d,.]+) (µs|ms|s|B|KB|MB|MiB)\b`)
@@ -218,8 +218,8 @@ func (m *costs) relays() table {
 	return t
 }
 
-// sentFirst returns the processor time of a node's start or, if it is longer, the time of
-// all cores while the network sends the state.
+// sentFirst returns the longer of two times: the processor time of a node's start, and the time
+// of all cores while the network sends the state.
 func (m *costs) sentFirst() time.Duration {
 	return max(m.first, time.Duration(cores*m.firstBytes/network*float64(time.Second)))
 }
@@ -286,7 +286,7 @@ func (t table) String() string {
 	return b.String()
 }
 
-// in returns the table of the page with the same first cell of the head.
+// in returns the table of the page whose head has the same first cell as the head of t.
 func (t table) in(test *testing.T, page string) string {
 	_, rest, found := strings.Cut(page, "\n| "+t[0][0]+" |")
 	if !found {

@@ -2,8 +2,8 @@
 
 //go:build tools
 
-// Package tools imports Helm, with which the tests install kpng's chart, so that go.mod
-// lists the modules that it needs.
+// Package tools imports Helm, so that go.mod lists the modules that Helm needs. The
+// tests install kpng's chart with Helm.
 package tools
 
 import _ "helm.sh/helm/v4/cmd/helm"

@@ -90,7 +90,7 @@ func (p packed) claim() claim {
 }
 
 // compareIP and compareFrontend order claims like compareClaims. The search in a tree
-// spends its time in them, so they stop at the first difference, as cmp.Or would not.
+// spends its time in these functions. Unlike cmp.Or, they stop at the first difference.
 func (p *packed) compareIP(o *packed) int {
 	switch {
 	case p.low != o.low && p.version == o.version && p.high == o.high: // true for most IPv4 addresses
@@ -388,8 +388,8 @@ func (c *claims) owners(lists ...[]ranked) []ownership {
 }
 
 // flipped compares an earlier ownership with the present one. It returns the claims
-// that services have won or lost since then, without those of the service in the argument
-// except.
+// that services have won or lost since then, without the claims of the service in the
+// argument "except".
 func (c *claims) flipped(was ownership, except *api.Service) (list []claim) {
 	now, _ := c.first(was.claim)
 	if claimsAddress(was.claim) {

@@ -399,9 +399,9 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// TestContestedClaimsCostTheSame compares the times to change a claim for which few
-// services compete, and one for which many services compete. Other programs may disturb
-// some of the measurements.
+// TestContestedClaimsCostTheSame compares the time to change a claim of few competing
+// services with the time to change a claim of many. Other programs may disturb some of
+// the measurements.
 func TestContestedClaimsCostTheSame(t *testing.T) {
 	for _, test := range []struct {
 		name   string
@@ -474,7 +474,7 @@ func TestContestedClaimsCostTheSame(t *testing.T) {
 	}
 }
 
-// If the owner of a claim that many services have lost changes, only two services change.
+// If many services have lost a claim, and its owner changes, only two services change.
 func TestAnOwnerChangeWritesOnlyItsServices(t *testing.T) {
 	const n = 100
 	state := cluster.New(cluster.Options{})

@@ -14,7 +14,8 @@
 //	snapshot := state.Snapshot() // and from now on wait for Changed(snapshot.Revision)
 //
 // Each change gets the next revision. A reader keeps the revision of its last snapshot (0
-// if none), and [State.Changed] wakes it. Package feed computes the changes for one node.
+// if none), and [State.Changed] wakes the reader. Package feed computes the changes for
+// one node.
 //
 // In addition to the objects, the state has a joined value for each service (see
 // [api.ServiceState]). This value contains the service, its slices, and the claims that

@@ -19,9 +19,10 @@ import (
 type Change = diffstore.Change[types.NamespacedName, *api.ServiceState]
 
 // Follow calls f when the state is synced, and then after changes, until ctx ends. The
-// argument snapshot is the latest snapshot. The argument changes yields the services
-// that changed since the last call, in any order; in the first call, all services of
-// the snapshot. Several Updates may cause only one call. f may write to another State.
+// argument snapshot is the latest snapshot. The argument "changes" yields the services
+// that changed since the last call, in any order. In the first call, it yields all
+// services of the snapshot. Several Updates may cause only one call. f may write to
+// another State.
 func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes iter.Seq[Change])) {
 	cursor := s.states.NewCursor()
 	defer cursor.Close()
@@ -57,14 +58,14 @@ func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes i
 	}
 }
 
-// Merge keeps out equal to the merged services of several states until ctx ends. For
-// each service that changes in a state, it calls merge with the latest snapshots of all
-// states, and writes the result to out: a Service and its EndpointSlices. If the
-// Service is nil, out does not get the service. A snapshot is nil until its state is
-// synced. If a state becomes stale, or is no longer stale, Merge calls merge for all
-// services of this state. Calls do not overlap. merge must not modify the objects in
-// snapshots. Snapshot.Refused of out also contains the reasons in Snapshot.Refused of
-// these states.
+// Merge keeps the State out equal to the merged services of several states until ctx
+// ends. For each service that changes in a state, it calls merge with the latest
+// snapshots of all states, and writes the result to out: a Service and its
+// EndpointSlices. If the Service is nil, out does not get the service. A snapshot is nil
+// until its state is synced. If a state becomes stale, or is no longer stale, Merge calls
+// merge for all services of this state. Calls do not overlap. merge must not modify the
+// objects in snapshots. Snapshot.Refused of out also contains the reasons in
+// Snapshot.Refused of these states.
 //
 // The nodes of out are those of the first state. Merge marks out as synced when all states
 // are synced. Nothing else may write to out.

@@ -159,8 +159,8 @@ func TestMerge(t *testing.T) {
 	<-ended
 }
 
-// TestReaderThatIsLate has a reader that is busy while the state changes, and for longer than
-// the state remembers deletions.
+// TestReaderThatIsLate keeps a reader busy while the state changes. The reader is busy for
+// longer than the state remembers deletions.
 func TestReaderThatIsLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state, out := cluster.New(cluster.Options{}), cluster.New(cluster.Options{})

@@ -22,8 +22,8 @@ import (
 // refused has the services that exceed Options.MaxElements, and descriptions of the
 // invalid fields that the source ignores. State.mu guards the fields.
 type refused struct {
-	// wanted has, for each service that is too large, the objects that the source has.
-	// They differ from the objects in the joined state.
+	// wanted has the source's objects of each service that is too large. They differ from
+	// the objects in the joined state.
 	wanted map[types.NamespacedName]api.ServiceState
 	// sizes has the same keys. Its values say by how much a service exceeds the limit.
 	sizes map[types.NamespacedName]string
@@ -94,7 +94,7 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 // settle accepts or refuses the objects that the source has for a service, and updates the
 // joined state. Options.MaxElements describes the rules.
 func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
-	delete(s.own, key) // s.refused may keep the list of slices, so no later write may modify it
+	delete(s.own, key) // s.refused may keep the list of slices, so no later write may modify the list
 	targets, accepted, tooLarge := targetsOf(want.Slices), want, ""
 	size := elements.Of(want.Service, targets)
 	if err := size.Check(s.opts.MaxElements); err != nil {

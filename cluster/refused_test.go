@@ -462,7 +462,8 @@ func TestListingWithoutChanges(t *testing.T) {
 	}
 }
 
-// Refusing a service builds nothing: the memory does not depend on its size.
+// Refusing a service builds nothing: the memory does not depend on the size of the
+// service.
 func TestRefusingCostsNothing(t *testing.T) {
 	const n = 60_000
 	large := service("a", 1, "10.0.0.1")

@@ -12,8 +12,8 @@ import (
 )
 
 // sliceIndex has all slices, sorted by namespace and name. When the label of a slice
-// changes, or the slice is deleted, it still has the old slice, which names the
-// previous service. State.mu guards it.
+// changes, or the slice is deleted, the index still has the old slice, and so the name of
+// the previous service. State.mu guards the index.
 type sliceIndex struct {
 	tree *btree.BTreeG[*api.EndpointSlice]
 }

@@ -28,10 +28,9 @@ type State struct {
 	// service, its slices or its lost claims change.
 	states *revstore.Store[types.NamespacedName, *api.ServiceState]
 	slices sliceIndex
-	// own has the services whose long list of slices is in no snapshot, so that writes
-	// may modify the list. Its values are the results of targetsOf. Without own, each
-	// slice in a listing would cost a copy of its service's list, and a count of the
-	// endpoints.
+	// own has services with a long list of slices. No snapshot contains the list, so writes
+	// may modify it. The values of own are the results of targetsOf. Without own, each slice
+	// in a listing would cost a copy of its service's list, and a count of the endpoints.
 	own     map[types.NamespacedName]int
 	nodes   *revstore.Store[string, *api.Node]
 	claims  claims
@@ -211,8 +210,9 @@ func (s *State) IsSynced() bool {
 }
 
 // SetSourceError records why the source delivers nothing now, for the reader of a status
-// page. A source calls it after a failure, and with nil when it delivers again. It changes
-// neither the objects nor the revision. See also [Tx.SetStale].
+// page. A source calls it after a failure. When the source delivers again, it calls
+// SetSourceError with nil. It changes neither the objects nor the revision. See also
+// [Tx.SetStale].
 func (s *State) SetSourceError(err error) { s.sourceError.Store(&err) }
 
 // SourceError returns the last error that SetSourceError has recorded, or nil.
@@ -429,7 +429,7 @@ func (s *State) unjoin(slice *api.EndpointSlice) {
 }
 
 // splice replaces the slices i to next of a service by new ones. It modifies the list of
-// slices if no snapshot contains it and the service is small enough.
+// slices if no snapshot contains the list and the service is small enough.
 func (s *State) splice(key types.NamespacedName, want api.ServiceState, i, next int, new ...*api.EndpointSlice) {
 	targets, owned := s.own[key]
 	if !owned {
@@ -475,8 +475,8 @@ func targetsOf(list []*api.EndpointSlice) int {
 	return n
 }
 
-// accept makes next the joined state of a service. It updates the service's claims, and
-// the joined states of services that won or lost claims.
+// accept makes the argument next the joined state of a service. It updates the service's
+// claims, and the joined states of services that won or lost claims.
 func (s *State) accept(key types.NamespacedName, next api.ServiceState) {
 	have := s.state(key)
 	if have.Service == next.Service && slices.Equal(have.Slices, next.Slices) {
@@ -555,7 +555,7 @@ type Snapshot struct {
 }
 
 // WithWinners returns a joined state of this snapshot with the Winner of each lost claim. The
-// states in States do not have winners. So if a claim that many services have lost gets
+// states in States do not have winners. So if many services have lost a claim, and it gets
 // another owner, their states remain unchanged.
 func (s *Snapshot) WithWinners(state *api.ServiceState) *api.ServiceState {
 	if state == nil || len(state.Lost) == 0 {
@@ -592,9 +592,9 @@ func (tx *Tx) DeleteService(key types.NamespacedName) {
 	tx.s.setService(key, nil)
 }
 
-// SetServiceProblems records an error for each field of a service that the source
-// ignores. Call it after SetService, in the same Update. The errors are in
-// Snapshot.Refused until the service is set again or deleted.
+// SetServiceProblems records an error for each ignored field of a service. Call it after
+// SetService, in the same Update. The errors are in Snapshot.Refused until the service is
+// set again or deleted.
 func (tx *Tx) SetServiceProblems(key types.NamespacedName, problems []error) {
 	tx.s.setInvalid(key, "", problems)
 }

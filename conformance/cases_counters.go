@@ -226,8 +226,8 @@ func (s *scene) countsNew(svc *service, from person) {
 	})
 }
 
-// differentCounts returns an error if the connections counted since before are not those in
-// want. It ignores keys that are not in want and for which match returns false.
+// differentCounts returns an error if the connections since the counts in "before" are not
+// those in want. It ignores a key that is not in want if match returns false.
 func differentCounts(all, before map[counterKey]backends.Stats, want map[counterKey]int64, match func(counterKey) bool) error {
 	for key, n := range want {
 		if got := all[key].Connections - before[key].Connections; got != n {

@@ -165,8 +165,8 @@ var resetCases = []testCase{
 	}},
 }
 
-// resettingService creates a service with an external IP and a load-balancer IP that
-// requests resets.
+// resettingService creates a service that requests resets, with an external IP and a
+// load-balancer IP.
 func (s *scene) resettingService(name string) *service {
 	return s.addService(name).withExternalIP().withLoadBalancer().with(parameters.Connections, "reset")
 }

@@ -155,8 +155,8 @@ var weightCases = []testCase{
 				n++
 			}
 		}
-		// The probability of 8 is below 1 in 10^12. With equal shares, the probability of less
-		// than 8 is below 1 in 10^20.
+		// The probability of n >= 8 is below 1 in 10^12. With equal shares, the probability of
+		// n < 8 is below 1 in 10^20.
 		if n >= 8 {
 			s.failf("%d of %d clients use the endpoint with 1 of 1001 parts", n, crowdClients)
 		}
@@ -179,7 +179,7 @@ type shares map[string]float64
 
 var oneTwoSeven = shares{"a": 1, "b": 2, "d": 7}
 
-// oneTwoSeven returns endpoints with these weights.
+// oneTwoSeven returns endpoints with the weights 1, 2 and 7.
 func (s *scene) oneTwoSeven() []weighted {
 	return []weighted{weight("1", asReady(s.a)), weight("2", asReady(s.b)), weight("7", asReady(s.d))}
 }
@@ -187,7 +187,7 @@ func (s *scene) oneTwoSeven() []weighted {
 // shareTotal is the number of connections in checks of shares.
 const shareTotal = 300
 
-// count opens shareTotal connections and counts those that each endpoint gets.
+// count opens shareTotal connections and counts how many each endpoint gets.
 func (s *scene) count(protocol api.Protocol, from person, to netip.AddrPort) map[string]int {
 	count := map[string]int{}
 	for range shareTotal {
@@ -221,8 +221,9 @@ func (s *scene) mustHaveShares(what string, count map[string]int, want shares) {
 		expected := float64(total) * part / parts
 		chi2 += (float64(count[name]) - expected) * (float64(count[name]) - expected) / expected
 	}
-	// With four endpoints, chi2 of right shares exceeds this limit once in 10 billion checks.
-	// With the weights 1, 2 and 7 and equal shares instead, chi2 is 240 on average.
+	// If four endpoints get the right shares, chi2 exceeds this limit once in 10 billion
+	// checks. If endpoints with the weights 1, 2 and 7 get equal shares, chi2 is 240 on
+	// average.
 	if limit := 50.0; chi2 > limit {
 		s.failf("%s: %d connections have the shares %v, want %v: chi-squared is %.0f, limit %.0f", what, total, count, want, chi2, limit)
 	}

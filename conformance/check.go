@@ -43,7 +43,7 @@ func (s *scene) ask(from person, protocol api.Protocol, to netip.AddrPort, patie
 	return from.Ask(ctx, protocol, from.source, to)
 }
 
-// describe returns a text for messages that describes a connection.
+// describe returns a description of a connection for messages.
 func describe(from person, protocol api.Protocol, to netip.AddrPort) string {
 	return fmt.Sprintf("from %s to %s/%s", from, to, protocol)
 }
@@ -129,8 +129,8 @@ func (s *scene) mustDrop(from person, to ...netip.AddrPort) {
 	s.must(wrong)
 }
 
-// unexpected returns an error: something was required, but there was an answer, or an error
-// if err is not nil.
+// unexpected returns an error that contains the required result and the actual one. The
+// actual result is err or, if err is nil, the answer.
 func unexpected(required string, answer world.Answer, err error) error {
 	if err == nil {
 		err = fmt.Errorf("answer from %s", answer.Name)
@@ -210,7 +210,7 @@ func (s *scene) mustDistributeEvenly(from person, to netip.AddrPort, persons ...
 			d := float64(count[p.Name]) - each
 			chi2 += d * d / each
 		}
-		// With four endpoints, chi2 of an even distribution exceeds this limit once in 13
+		// If the distribution over four endpoints is even, chi2 exceeds this limit once in 13
 		// million checks. With two endpoints, this is even rarer. If one endpoint gets twice as
 		// many connections as any other endpoint, chi2 is 89 for two endpoints and 96 for four.
 		if limit := 36.0; chi2 > limit {

@@ -150,7 +150,7 @@ type kit struct {
 	// scenes counts the scenes. A case has one scene per family.
 	scenes int
 	// output is the end of the output of the proxy when the last case failed. logged is true
-	// after a failed case with output, because only the first one logs it.
+	// after a failed case with output, because only the first such case logs its output.
 	output string
 	logged bool
 }
@@ -306,8 +306,8 @@ func (k *kit) nodes() []*corev1.Node {
 	return nodes
 }
 
-// runFamilies runs a case for each IP family. If it is the first case that fails, it logs
-// what the proxy printed last.
+// runFamilies runs a case for each IP family. For the first failed case, it logs the last
+// output of the proxy.
 func (k *kit) runFamilies(t *testing.T, section string, c testCase) []Result {
 	families := k.families()
 	if c.runsOnce {

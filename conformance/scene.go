@@ -30,8 +30,8 @@ type scene struct {
 	nodeObjects []*corev1.Node
 
 	// node is the node under test, and node2 is the other node. Cases use each of them as a
-	// client, or as an endpoint in the host network. The pods a, b and c are on node; d and
-	// e are on node2.
+	// client, or as an endpoint in the host network. The pods a, b and c are on the node
+	// under test, and d and e are on node2.
 	node, node2, a, b, c, d, e person
 	// outside is the client outside the cluster.
 	outside person

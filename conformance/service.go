@@ -42,7 +42,7 @@ type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
 	endpoints []endpoint
-	// only restricts the slice to endpoints of one family. The value 0 selects all
+	// The field only restricts the slice to endpoints of one family. The value 0 selects all
 	// families of the service.
 	only api.Family
 	// weight is the annotation with the weight of the endpoints, or empty.

@@ -103,7 +103,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	}
 }
 
-// count returns the numbers of a sink that counts.
+// count returns the numbers of a sink, if the sink counts.
 func count(ctx context.Context, s sink.Sink) *counted {
 	all := &counted{}
 	counter, ok := sink.As[backends.Counter](s)

@@ -73,8 +73,8 @@ type sinkSubject struct {
 	running map[*sinkProcess]struct{}
 }
 
-// newSinkSubject returns a subject that tests the sinks that newSink creates. If this
-// process has an order, newSinkSubject carries out the order and does not return.
+// newSinkSubject returns a subject for the sinks that newSink creates. If this process
+// has an order, newSinkSubject carries out the order and does not return.
 func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	t.Helper()
 	if text := os.Getenv(orderVariable); text != "" {
@@ -94,7 +94,7 @@ func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	return &sinkSubject{test: t.Name(), running: map[*sinkProcess]struct{}{}}
 }
 
-// command returns a command that runs the test binary, which then executes o.
+// command returns a command that runs the test binary to execute o.
 func (s *sinkSubject) command(ctx context.Context, o order) (*exec.Cmd, *output, error) {
 	o.Test = s.test
 	text, err := json.Marshal(o)

@@ -108,7 +108,7 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// sync delivers views. A nil view deletes the service with the name in deleted.
+// sync delivers views. A nil view deletes the service whose name is the argument deleted.
 func (n *testNode) sync(c sink.Changes, deleted string, views ...*api.View) error {
 	c.Services = func(yield func(sink.Change) bool) {
 		for _, v := range views {
@@ -154,7 +154,7 @@ func (n *testNode) mustBe(want string) {
 	}
 }
 
-// examples are services with all kinds of flows.
+// examples returns services with all kinds of flows.
 func examples() []*api.View {
 	return []*api.View{
 		view("affine", "10.96.0.1", []string{"!10.244.1.1", "10.244.2.1"}, withAffinity),
@@ -184,8 +184,8 @@ func TestListingEqualsWhatWasWritten(t *testing.T) {
 	n.mustMatch()
 }
 
-// TestRestartWritesNothing checks that a restarted backend keeps flows and groups that are
-// correct: the switch would report a shorter duration for flows that were written again.
+// TestRestartWritesNothing checks that a restarted backend keeps correct flows and groups.
+// The switch would report a shorter duration for flows that were written again.
 func TestRestartWritesNothing(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)
@@ -348,7 +348,7 @@ func TestCleanupFindsGroupsWithoutFlows(t *testing.T) {
 }
 
 // TestSwitchReportsDeletedFlows checks that Verify notices changes by other programs
-// without the comparison at intervals, and that it ignores changes by the backend.
+// before the next periodic comparison. Verify ignores changes by the backend.
 func TestSwitchReportsDeletedFlows(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)
@@ -390,7 +390,7 @@ func TestSwitchReportsDeletedFlows(t *testing.T) {
 }
 
 // TestSwitchThatDoesNotReportChanges runs the backend with a switch that does not know the
-// request, such as Open vSwitch 2.17.
+// request for reports. Open vSwitch 2.17 is such a switch.
 func TestSwitchThatDoesNotReportChanges(t *testing.T) {
 	n := newNode(t)
 	const multipart, watch, badRequest, badMultipart = 18, 16, 1, 2
@@ -485,7 +485,8 @@ func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
 		t.Errorf("service b has not moved:\n%s", flows)
 	}
 
-	// Outside of a pass, the flows from before the failure go when the service succeeds.
+	// Outside of a pass, the flows from before the failure are deleted when the service
+	// succeeds.
 	n.mustSync(view("b", "10.96.0.9", []string{"10.244.2.3"}))
 	full.Store(true)
 	back := view("b", "10.96.0.2", []string{"10.244.2.2", "10.244.2.4"})
@@ -500,7 +501,7 @@ func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
 }
 
 // refuseGroups makes the backend connect to a proxy in front of the switch. While the
-// result is true, the proxy refuses groups that translate to this address.
+// returned flag is true, the proxy refuses groups that translate to this address.
 func (n *testNode) refuseGroups(t *testing.T, endpoint string) *atomic.Bool {
 	t.Helper()
 	const groupMod, bundleAdd, groupModFailed, outOfGroups = 15, 34, 6, 3
@@ -517,17 +518,17 @@ func (n *testNode) refuseGroups(t *testing.T, endpoint string) *atomic.Bool {
 }
 
 // refuse makes the backend connect to a proxy in front of the switch. For each message, the
-// proxy calls the function. If the result is not nil, the proxy answers with this error
-// instead of the switch.
+// proxy calls errorFor. If that returns an error, the proxy answers with this error instead
+// of the switch.
 func (n *testNode) refuse(t *testing.T, errorFor func(message []byte) []byte) {
 	t.Helper()
 	n.backend.opts.RunDir = t.TempDir()
 	proxy(t, n.backend.opts.socket(), n.Dir, func(message []byte) ([]byte, bool) { return errorFor(message), false })
 }
 
-// proxy listens at a socket in place of the switch whose directory is dir. For each message,
-// it calls handle. If the result code is not nil, the proxy answers with this error instead
-// of the switch. If the result lost is true, the proxy closes the connection afterwards.
+// proxy listens at a socket in place of the switch with the directory dir. For each message,
+// it calls handle. If handle returns a code, the proxy answers with this error instead of
+// the switch. If the result "lost" is true, the proxy closes the connection afterwards.
 func proxy(t testing.TB, socket, dir string, handle func(message []byte) (code []byte, lost bool)) {
 	t.Helper()
 	const typeError = 1

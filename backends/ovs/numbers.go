@@ -39,19 +39,20 @@ func (n name) seed() uint64 {
 }
 
 // numbers allocates numbers, which are IDs of groups. So two names never have the same
-// number. A name that has a number in the switch keeps it. A number that a group in the
-// switch has is not given to another name, because flows may still use it.
+// number. A name that has a number in the switch keeps it. While a group in the switch
+// has a number, no other name gets this number, because flows may still use the group.
 type numbers struct {
 	of    map[name]uint32
 	names map[uint32]named
-	// recorded are the groups that have been in the switch since the pass began, by seed.
+	// recorded has the IDs, by seed, of the groups that have been in the switch since the
+	// pass began.
 	recorded map[uint64]uint32
-	// free are unused numbers below next. end is the first number that does not belong to
-	// this instance.
+	// The numbers in free are unused, and below next. end is the first number that does not
+	// belong to this instance.
 	free      []uint32
 	next, end uint32
-	// allocated are the numbers that the last plan has allocated. exhausted is true if a name
-	// got no number.
+	// allocated has the numbers that the last plan allocated. exhausted is true if a name got
+	// no number.
 	allocated []uint32
 	exhausted bool
 }
@@ -78,8 +79,8 @@ func (d *dataplane) newNumbers() numbers {
 			n.next = max(n.next, id+1)
 		}
 	}
-	// The last free number is used first. It is the lowest one, so that next becomes low again
-	// after there were many groups, or groups of a version that hashed their IDs.
+	// The last free number is used first. It is the lowest one. So next becomes low again
+	// after a time with many groups, or with groups of a version that hashed their IDs.
 	for id := n.next; id > d.opts.firstGroup(); {
 		id--
 		if _, exists := d.groups[id]; !exists {

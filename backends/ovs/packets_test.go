@@ -132,7 +132,7 @@ func withPorts(s *api.Service) {
 	s.Ports = append(s.Ports, udp)
 }
 
-// dial connects from a pod and a port, if it is not 0.
+// dial connects from a pod. If the argument port is not 0, it is the source port.
 func (n *testNetwork) dial(from string, port int, network, to string) (net.Conn, error) {
 	d := net.Dialer{
 		Timeout: 30 * time.Second, // long enough for a busy machine
@@ -273,8 +273,8 @@ func TestConnectionsToLostEndpointsAreReset(t *testing.T) {
 	}
 }
 
-// TestRepetitionKeepsNewConnections opens UDP connections after a change, before the backend
-// makes the switch forget stale connections once more. They stay.
+// TestRepetitionKeepsNewConnections opens UDP connections after a change. Then the backend
+// makes the switch forget stale connections once more, but the new connections stay.
 func TestRepetitionKeepsNewConnections(t *testing.T) {
 	n := newNetwork(t)
 	n.mustPass()
@@ -329,8 +329,8 @@ func TestRepetitionKeepsNewConnections(t *testing.T) {
 	}
 }
 
-// TestManyStaleConnections adds a service with many UDP frontends, removes an endpoint, and
-// then the service, while the switch has too many connections for a listing.
+// TestManyStaleConnections adds a service with many UDP frontends. It removes an endpoint
+// and then the service, while the switch has too many connections for a listing.
 func TestManyStaleConnections(t *testing.T) {
 	n := newNetwork(t)
 	n.mustPass()

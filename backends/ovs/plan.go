@@ -23,11 +23,11 @@ import (
 
 // plan has the objects that a service needs in the switch.
 type plan struct {
-	// flows belong to this service alone. The service may share the flows in the field
-	// shared with other services.
+	// flows belong to this service alone. The flows in the field "shared" may also belong to
+	// other services.
 	flows, shared flowSet
-	// groups are the groups with these numbers, without seeds. A group without buckets only
-	// records a number.
+	// groups maps numbers to groups without seeds. A group without buckets only records a
+	// number.
 	groups map[uint32]*group
 	// affinities are the service ports with session affinity.
 	affinities map[affinity]bool
@@ -39,7 +39,7 @@ type plan struct {
 	counted map[uint32]servicePort
 }
 
-// frontendAt is a frontend whose connections to lost endpoints the switch must forget.
+// frontendAt is a frontend. The switch must forget its connections to lost endpoints.
 type frontendAt struct {
 	protocol uint8
 	netip.AddrPort
@@ -129,7 +129,8 @@ type servicePlan struct {
 	*plan
 	*planner
 	view *api.View
-	// lists has the numbers of lists of endpoints, and ports the first service port of each.
+	// lists has the number of each list of endpoints. ports has the first service port of
+	// each list.
 	lists   map[name]uint32
 	ports   map[nodeview.ListID]*api.PortMapping
 	actions map[actionsKey]openflow.Actions
@@ -137,7 +138,7 @@ type servicePlan struct {
 	// content.
 	ranges        map[frontends.SourcesID]uint32
 	rangesContent map[string]uint32
-	// shares has the values of the map kept, which frontends share.
+	// shares has the values of the map kept. Frontends share these values.
 	shares map[keptKey]*kept
 }
 
@@ -198,8 +199,8 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 }
 
 // checkSource returns actions that search the source of a packet in the source ranges of a
-// frontend. If a range contains the source, the packet comes back to the flows of the
-// frontend with the bit admitted. Otherwise, the packet is dropped.
+// frontend. If a range contains the source, the bit "admitted" is set, and the packet
+// comes back to the flows of the frontend. Otherwise, the packet is dropped.
 func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
 	s := frontends.SourcesOf(f)
 	id, known := p.ranges[s]
@@ -216,8 +217,8 @@ func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
 	return openflow.Join(setRegister(listRegister, id), p.opts.resubmit(memberTable))
 }
 
-// addRanges adds the flows of the source ranges of a frontend, unless equal ones exist. It
-// returns the number of the list, or 0 if there are no ranges.
+// addRanges adds the flows of the source ranges of a frontend, unless equal flows exist.
+// It returns the number of the list, or 0 if there are no ranges.
 func (p *servicePlan) addRanges(f *nodeview.Frontend) uint32 {
 	prefixes := f.Sources.Prefixes(p.machineAddrs)
 	if len(prefixes) == 0 {
@@ -244,7 +245,8 @@ func (p *servicePlan) addRanges(f *nodeview.Frontend) uint32 {
 	return id
 }
 
-// addKept records a frontend whose connections to lost endpoints the switch must forget.
+// addKept records a frontend, so that the switch forgets its connections to lost
+// endpoints.
 func (p *servicePlan) addKept(f *nodeview.Frontend) {
 	key := keptKey{f.Existing, f.Protocol, f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject}
 	k := p.shares[key]
@@ -347,7 +349,7 @@ func setEndpoint(e netip.AddrPort) openflow.Actions {
 	return openflow.Join(append(all, openflow.SetRegister64(2*addressRegister+1, low))...)
 }
 
-// masqueraded returns the kinds of sources whose connections to masquerade.
+// masqueraded returns the kinds of sources whose connections are masqueraded.
 func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 	switch {
 	case m == nodeview.MasqueradeAll, m == nodeview.MasqueradeIfConfigured && p.opts.MasqueradeAll:
@@ -361,9 +363,9 @@ func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 	}
 }
 
-// addList adds the groups of a list and, with session affinity, the flows that its
-// endpoints need. The argument a is the affinity of one of the service ports with this
-// list.
+// addList adds the groups of a list. With session affinity, it also adds the flows that
+// the endpoints need. The argument a is the affinity of one of the service ports with
+// this list.
 func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, l name, a affinity) {
 	endpoints := make([]endpoint, 0, len(t.Endpoints))
 	for _, e := range t.Endpoints {
@@ -491,10 +493,10 @@ func hashed(endpoints []endpoint) []part {
 	return slices.DeleteFunc(parts, func(p part) bool { return len(p.endpoints) == 0 })
 }
 
-// factorsOf returns the weights of buckets in a group whose shares are proportional to
-// weights. Equal weights have factors of 1. The factors are not proportional to the weights,
-// because the switch multiplies them by uniform hashes. For example, weights 1 and 2 need
-// factors 2 and 3.
+// factorsOf returns the factors that buckets need to get shares proportional to weights.
+// Equal weights have factors of 1. The factors are not proportional to the weights, because
+// the switch multiplies them by uniform hashes. For example, weights 1 and 2 need factors 2
+// and 3.
 //
 // Let the shares and the factors v be sorted. A product is between v(k-1) and v(k) only for
 // the m buckets from k on, with equal probabilities. So the probability that such a bucket

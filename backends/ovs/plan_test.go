@@ -46,7 +46,7 @@ func (p *planner) mustPlan(v *api.View) *plan {
 	return out
 }
 
-// addresses returns n addresses that keep accepts.
+// addresses returns n addresses for which keep returns true.
 func addresses(n int, keep func(netip.Addr) bool) (all []string) {
 	for i := uint32(10<<24 + 245<<16); len(all) < n; i++ {
 		a := netip.AddrFrom4([4]byte(binary.BigEndian.AppendUint32(nil, i)))

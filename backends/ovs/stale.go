@@ -54,8 +54,8 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 			add(frontend, e)
 		}
 	}
-	// If a frontend was not programmed since the pass began, the changed groups of its
-	// service have its former endpoints.
+	// If a frontend was not programmed since the pass began, its former endpoints are in the
+	// changed groups of its service.
 	type part struct {
 		service types.NamespacedName
 		family  api.Family
@@ -130,7 +130,7 @@ func (d *dataplane) frontends(key openflow.FlowKey) iter.Seq[frontendAt] {
 	}
 }
 
-// repetition are connections that the switch has to forget again. A packet may have restored
+// repetition has connections that the switch must forget again. A packet may have restored
 // them, because the datapath did not follow the flows yet.
 type repetition struct {
 	at    time.Time
@@ -149,14 +149,14 @@ func (d *dataplane) forget(ctx context.Context, stale staleConnections) error {
 // repeatAfter is a time after which the datapath follows all changes.
 const repeatAfter = time.Second
 
-// of returns the endpoints of the frontend of connections, or nil if there is no such
-// frontend.
+// of returns the endpoints of a frontend, or nil if the frontend of these connections
+// does not exist.
 func (d *dataplane) of(c openflow.Connections) *kept {
 	return d.kept[frontendAt{c.Protocol, c.Destination}]
 }
 
-// forgetAgain repeats forget if it is time. Otherwise it sends some of the messages that
-// wait.
+// forgetAgain repeats calls of forget that are due. If none is due, it sends some of the
+// waiting messages.
 func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
 	due := staleConnections{}
 	for len(d.repeat) > 0 && !now.Before(d.repeat[0].at) {
@@ -169,17 +169,17 @@ func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
 	return d.deleteNext(ctx)
 }
 
-// maxSearches limits the messages at a time for which the switch searches its table of
-// connections.
+// maxSearches limits the number of messages at a time. For each of them, the switch
+// searches its table of connections.
 const maxSearches = 16
 
 // deleteConnections makes the switch forget connections, except those to endpoints that
 // have come back. For each message that does not name a client, the switch searches its
 // table of connections. So if there are several messages, deleteConnections lists the
 // connections, if they are not too many, and names the clients. It also lists them if only
-// some connections to a frontend are stale, or if connections are of protocol TCP, because
-// it then resets idle clients, too. Otherwise, deleteConnections sends maxSearches
-// messages, and leaves the remaining messages to Verify.
+// some connections to a frontend are stale. It also lists TCP connections, because then it
+// can reset idle clients. Otherwise, deleteConnections sends maxSearches messages, and
+// leaves the remaining messages to Verify.
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
 	var protocols []uint8
 	some := false
@@ -210,7 +210,7 @@ func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnection
 	return d.deleteNext(ctx)
 }
 
-// deleteNext sends some of the messages that wait.
+// deleteNext sends some of the waiting messages.
 func (d *dataplane) deleteNext(ctx context.Context) error {
 	var next []openflow.Connections
 	for c := range d.waiting {
@@ -258,10 +258,10 @@ func (d *dataplane) challenge(c openflow.Connections) openflow.Message {
 	return openflow.SendIP(conntrack.Challenge(c.Destination, c.Source), openflow.Resubmit(d.opts.OutTable))
 }
 
-// wider returns fewer selections, which together include those in c. They select all
-// connections to each endpoint, and all connections, or all untranslated ones, to each
-// address of frontends. So their number is not the product of the numbers of endpoints and
-// frontends. Selections of TCP connections stay.
+// wider returns fewer selections. Together they select at least the connections that c
+// selects: all connections to each endpoint, and all or all untranslated connections to
+// each address of frontends. So their number is not the product of the numbers of
+// endpoints and frontends. Selections of TCP connections stay.
 func (c staleConnections) wider() staleConnections {
 	out := staleConnections{}
 	for one := range c {
@@ -279,8 +279,8 @@ func (c staleConnections) wider() staleConnections {
 	return out
 }
 
-// maxListed limits the connections of a listing, which clients may make very long. Each
-// takes about 500 bytes in this process and in the switch.
+// maxListed limits the connections of a listing, because clients may open very many. Each
+// connection takes about 500 bytes in this process and in the switch.
 const maxListed = 100_000
 
 // countConnections returns the number of tracked connections. If it is not known,
@@ -306,7 +306,8 @@ func lineOf(protocol string) *regexp.Regexp {
 	return regexp.MustCompile(`(?m)^` + protocol + `,orig=\(src=([^,]+),dst=([^,]+),sport=(\d+),dport=(\d+)\),reply=\(src=([^,]+),dst=[^,]+,sport=(\d+),`)
 }
 
-// listConnections lists the connections of some protocols. Each has Source and Endpoint.
+// listConnections lists the connections of some protocols. Each result has a Source and
+// an Endpoint.
 func listConnections(ctx context.Context, o *Options, protocols ...uint8) (all staleConnections, err error) {
 	text, err := control(ctx, o.RunDir, "dpctl/dump-conntrack", fmt.Sprintf("zone=%d", o.Zone))
 	if err != nil {
@@ -330,8 +331,9 @@ func (o *Options) parseConnections(text string, protocols ...uint8) (all staleCo
 	return all, err
 }
 
-// matching returns the connections of c that the argument wanted selects. They have a
-// Source and no Endpoint. The argument now has the endpoints of each frontend.
+// matching returns the connections of c that the argument wanted selects. The results
+// have a Source and no Endpoint. The argument "now" has the present endpoints of each
+// frontend.
 func (c staleConnections) matching(wanted staleConnections, now map[frontendAt]*kept) staleConnections {
 	out := staleConnections{}
 	for one := range c {

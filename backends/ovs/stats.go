@@ -34,18 +34,17 @@ type counter struct {
 	// endpoints has the endpoint of each bucket, in the order of the switch. An endpoint
 	// is invalid if the bucket is another group.
 	endpoints []netip.AddrPort
-	// before has the numbers of connections that endpoints got before their present buckets
-	// began to count.
+	// before has, for each endpoint, the number of connections that its earlier buckets
+	// counted.
 	before map[netip.AddrPort]uint64
 }
 
-// listCounts are the connections to the endpoints of lists that ops change.
+// listCounts has, for each changed list, the number of connections to each endpoint.
 type listCounts map[name]map[netip.AddrPort]uint64
 
-// countsBefore returns the numbers of connections that the switch forgets when ops change
-// buckets. The switch keeps the number of a bucket until the bucket is changed or its group
-// is replaced. Connections to these buckets between this call and the change are not
-// counted.
+// countsBefore returns the counts that the switch forgets when ops change buckets. The
+// switch keeps the count of a bucket until the bucket is changed or its group is replaced.
+// Connections to these buckets between this call and the change are not counted.
 func (d *dataplane) countsBefore(ctx context.Context, ops []op) (listCounts, error) {
 	if !d.opts.Stats {
 		return nil, nil
@@ -158,10 +157,10 @@ type reading struct {
 	counts  []uint64
 }
 
-// Stats implements [backends.Counter]. It yields new connections, which the buckets of
-// groups count or, with session affinity, the flows of endpoints. Packets that the datapath
-// handles alone are counted up to a second later. The switch counts neither bytes nor
-// present connections.
+// Stats implements [backends.Counter]. It yields the numbers of new connections. The
+// buckets of groups count them or, with session affinity, the flows of endpoints. Packets
+// that the datapath handles alone are counted up to a second later. The switch counts
+// neither bytes nor present connections.
 //
 // Stats reads the switch through a connection of its own, group by group, so that groups of
 // other programs have no effect. A Sync waits only while Stats looks for changed groups.
@@ -181,9 +180,9 @@ func (b *backend) stats(ctx context.Context, yield func(backends.Stats) bool) er
 		return err
 	}
 	defer conn.Close()
-	// A group may change while its counters are read. Then they are read again, and if the
-	// changed groups are few, no group changes meanwhile. So all readings are from one
-	// moment.
+	// A group may change while its counters are read. Then they are read again. If only few
+	// groups have changed, no group can change during this reading. So all readings are from
+	// one moment.
 	const maxAttempts = 10
 	readings := map[uint32]reading{}
 	for attempt := range maxAttempts {
@@ -198,9 +197,9 @@ func (b *backend) stats(ctx context.Context, yield func(backends.Stats) bool) er
 	return errors.New("the groups change too often")
 }
 
-// read reads the counters that readings lack, and reports whether other counters may have
-// changed meanwhile. If only few counters are missing and again is true, no group can
-// change meanwhile.
+// read reads the counters that are missing in readings, and reports whether other
+// counters may have changed meanwhile. If only few counters are missing, and the argument
+// "again" is true, no group can change meanwhile.
 func (b *backend) read(ctx context.Context, conn *openflow.Conn, readings map[uint32]reading, again bool) (more bool, err error) {
 	const few = 64
 	b.mu.Lock()

@@ -38,7 +38,7 @@ func statsOf(t testing.TB, b *backend) map[string]int64 {
 	return all
 }
 
-// awaitStats waits until the numbers are those in want. The switch adds some packets later.
+// awaitStats waits until the numbers are equal to want. The switch adds some packets later.
 func (n *testNetwork) awaitStats(t *testing.T, want map[string]int64) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(50 * time.Millisecond) {
@@ -154,8 +154,8 @@ func TestCountersSurviveChanges(t *testing.T) {
 	n.awaitStats(t, want)
 }
 
-// TestCountersOfForeignGroups changes a group like another program does. Its numbers do not
-// count for the wrong endpoints, and Stats and Sync continue.
+// TestCountersOfForeignGroups changes a group like another program does. The numbers of the
+// group do not count for the wrong endpoints, and Stats and Sync continue.
 func TestCountersOfForeignGroups(t *testing.T) {
 	n := newNetwork(t, counting)
 	web := view("web", clusterIP, addresses(3, nil), withUDP(api.Random))
@@ -183,8 +183,8 @@ func TestCountersOfForeignGroups(t *testing.T) {
 	}
 }
 
-// TestCountersCostNothing checks that services whose ports have different lists have the same
-// flows and groups with counters and without.
+// TestCountersCostNothing checks services whose ports have different lists. Counters do not
+// change the flows and groups of these services.
 func TestCountersCostNothing(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)

@@ -40,7 +40,7 @@ const (
 )
 
 // Bits of register 0. A connection comes from one of four kinds of sources. A frontend
-// selects the kinds of sources whose connections to masquerade: it sets the same bits,
+// selects the kinds of sources whose connections are masqueraded: it sets the same bits,
 // shifted by selectShift.
 const (
 	fromOutside = 1 << iota
@@ -79,7 +79,7 @@ func flags(value uint32) (r [8]openflow.Bits) {
 }
 
 // save puts the registers that the backend uses on the stack of a packet, and restore moves
-// them back. So packets leave with the registers with which they came.
+// them back. So registers have the same values when a packet leaves as when it came.
 var (
 	save    = openflow.Join(openflow.Push(0), openflow.Push(1))
 	restore = openflow.Join(openflow.Pop(1), openflow.Pop(0))
@@ -208,7 +208,8 @@ func (o *Options) flows(n *node) flowSet {
 		o.add(s, nodeTable, low, ip, o.resubmit(frontendTable))
 		leave := openflow.Join(restore, out)
 		if !o.Chained {
-			// Otherwise a translated connection could get the addresses and ports of this one.
+			// Otherwise a translated connection could get the addresses and ports of this
+			// connection.
 			leave = openflow.CT{Zone: o.Zone, Table: o.FirstTable + sentTable, Commit: true, Actions: openflow.AvoidClash()}.Action()
 		}
 		o.add(s, frontendTable, low, ip, leave)
@@ -244,9 +245,9 @@ func (o *Options) flows(n *node) flowSet {
 	return s
 }
 
-// addNodeConnections adds the flows for the node's own connections, whose source is a
-// masquerade address before any translation. They are committed in the masquerade zone, so
-// that masqueraded connections get other ports.
+// addNodeConnections adds the flows for the node's own connections from a masquerade
+// address, without translation of the source. These connections are committed in the
+// masquerade zone, so that masqueraded connections get other ports.
 func (o *Options) addNodeConnections(s flowSet, family api.Family, a netip.Addr) {
 	to, from := openflow.Match{EtherType: etherType(family)}, openflow.Match{EtherType: etherType(family)}
 	to.Destination, from.Source = single(a), single(a)
@@ -254,12 +255,12 @@ func (o *Options) addNodeConnections(s flowSet, family api.Family, a netip.Addr)
 	o.add(s, sentTable, low+1, to, restore, commit.Action())
 	commit.Actions = openflow.AvoidClash()
 	o.add(s, sentTable, low+2, from, restore, commit.Action())
-	// Further packets of these connections are translated like the first.
+	// Further packets of these connections are translated like the first packet.
 	o.add(s, stateTable, low+1, from, save, o.resubmit(sentTable))
 }
 
-// state matches packets whose state of connection tracking has all bits of set and no bit
-// of clear.
+// state matches packets whose connection-tracking state has all bits of "set" and no bit
+// of "clear".
 func state(set, clear uint64) openflow.Bits { return openflow.Bits{Value: set, Mask: set | clear} }
 
 // addSources adds the flows of sourceTable.
@@ -297,8 +298,8 @@ func (o *Options) addSources(s flowSet, family api.Family, n *node) {
 	}
 }
 
-// maxSources limits the addresses of a network that masqueraded connections get. Each has
-// a range of ports for each endpoint.
+// maxSources limits the addresses of a network that masqueraded connections get. Each
+// address has a range of ports for each endpoint.
 const maxSources = 256
 
 // translateSource replaces the source of a packet by an address of a network, and passes

@@ -63,9 +63,9 @@ const maxDescriptors = 1 << 18
 // most four ninths each. Some descriptors are always free for other services.
 const maxShare = 4
 
-// listenerShare limits the listeners of a service to a quarter of those that the other
-// services leave. So there is room for more services, however many services have reached
-// their share.
+// listenerShare limits the listeners of a service to a quarter of the listeners that the
+// other services leave. So there is room for more services, however many services have
+// reached their share.
 const listenerShare = 4
 
 // account counts the descriptors of one service. It is safe for concurrent use.
@@ -113,9 +113,9 @@ func (a *account) take(n int) bool {
 // of them has an accepted connection, which is not counted.
 const maxWaiting = 64
 
-// takeUnless waits until the service may take n descriptors, and takes them. If ended is
-// closed before that, or maxWaiting other goroutines wait, takeUnless takes none and
-// returns false.
+// takeUnless waits until the service may take n descriptors, and takes them. If the
+// channel "ended" is closed before that, or maxWaiting other goroutines wait, takeUnless
+// takes none and returns false.
 func (a *account) takeUnless(n int, ended <-chan struct{}) bool {
 	a.mu.Lock()
 	if a.fits(n) {
@@ -159,9 +159,9 @@ func (a *account) give(n int) {
 	a.grant()
 }
 
-// reserve reserves descriptors for n listeners, instead of those that the service has
-// reserved before. If n is above the share of the service, it changes nothing and returns
-// an error. A service may always reserve fewer than before.
+// reserve reserves descriptors for n listeners. This reservation replaces the earlier one
+// of the service. If n is above the share of the service, reserve changes nothing and
+// returns an error. A service may always reserve fewer than before.
 func (a *account) reserve(n int) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()

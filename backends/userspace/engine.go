@@ -33,8 +33,9 @@ type engine struct {
 	descriptors *descriptors
 	// sockets has the listening sockets of all services.
 	sockets socketOwners
-	// listening and unopened count, by family, the open listeners and the failed attempts to
-	// open one. The field accepted counts TCP connections and UDP clients.
+	// By family, listening counts the open listeners, and unopened counts the failed
+	// attempts to open a listener. The field accepted counts TCP connections and UDP
+	// clients.
 	listening, unopened perFamily
 	accepted            atomic.Int64
 	// drainEnded is closed when connections must not drain any longer.
@@ -63,9 +64,8 @@ func (e *engine) isMachines(addr netip.Addr) bool {
 	return found
 }
 
-// serves reports whether this process itself listens at endpoint, which is an
-// endpoint of p. A connection to such an endpoint would return to this process in an
-// endless loop.
+// serves reports whether this process itself listens at an endpoint of p. A connection to
+// such an endpoint would return to this process in an endless loop.
 func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {
 	if e.sockets.owner(socketAddr{p.protocol, endpoint}) == nil {
 		return false

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watch returns a channel that receives the error that the kernel reports for c.
+// watch returns a channel for the error that the kernel reports for c.
 func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	t.Helper()
 	raw, err := c.SyscallConn()

@@ -19,7 +19,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// countedSockets counts the sockets that are opened, at addresses like those of
+// countedSockets counts the opened sockets. Their addresses are like those of
 // loopbackSockets.
 type countedSockets struct {
 	loopbackSockets
@@ -185,7 +185,7 @@ func TestChangedEndpointTouchesNoListener(t *testing.T) {
 	}
 }
 
-// heldAddresses holds Add for the addresses of one network until the test ends.
+// heldAddresses blocks Add for the addresses of one network until the test ends.
 type heldAddresses struct {
 	*fakeAddresses
 	held    netip.Prefix

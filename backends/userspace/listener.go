@@ -71,7 +71,7 @@ type frontend struct {
 	socketAddr
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
-	// screened is the attached socket filter, and filter its number of instructions.
+	// screened is the attached socket filter. filter is the number of its instructions.
 	// backend.mu guards these fields.
 	screened screen
 	filter   int

@@ -92,8 +92,8 @@ func TestLocalhostIgnoresExternalPolicyLocal(t *testing.T) {
 	}
 }
 
-// TestBusyPortOnLocalhost checks that a port that another program uses fails only its
-// service, and that the service gets the port later.
+// TestBusyPortOnLocalhost uses a port that another program has. Only the service of this
+// port fails, and the service gets the port later.
 func TestBusyPortOnLocalhost(t *testing.T) {
 	w := localhostWorld(t)
 	other, err := net.Listen("tcp", "127.0.0.1:0")

@@ -166,7 +166,7 @@ func (p *plan) portOf(s *service, f *nodeview.Frontend) *port {
 }
 
 // routeOf returns the route of a frontend. A list keeps its pool when its endpoints
-// change. The pool of a new list has its endpoints immediately.
+// change. The pool of a new list immediately has the endpoints of the list.
 func (p *plan) routeOf(s *service, t *nodeview.Traffic, algorithm api.Algorithm) route {
 	if t.Verdict != nodeview.Forward {
 		return route{verdict: t.Verdict}

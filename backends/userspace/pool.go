@@ -49,8 +49,8 @@ func (c *content) weight(i int) uint16 {
 	return c.weights[i]
 }
 
-// pool is a list of endpoints that chooses the endpoints of clients. All frontends of a
-// service with the same list share a pool. A pool is safe for concurrent use.
+// pool chooses the endpoints of clients from a list. All frontends of a service with the
+// same list share a pool. A pool is safe for concurrent use.
 type pool struct {
 	mu sync.Mutex
 	content

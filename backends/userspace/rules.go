@@ -13,8 +13,8 @@ import (
 )
 
 // rules says how to treat the clients of a frontend. It is never modified. Frontends with
-// equal rules share one value, so a change of endpoints, which changes only pools, does
-// not touch the listeners.
+// equal rules share one value. A change of endpoints changes only pools, so it does not
+// touch the listeners.
 type rules struct {
 	port            *port
 	elsewhere, node route
@@ -35,7 +35,7 @@ func (r *rules) refused() bool {
 	return r.elsewhere.verdict == nodeview.Reject && r.node.verdict == nodeview.Reject
 }
 
-// routeOf returns the route for client. The verdict for a client that is not admitted is
+// routeOf returns the route for client. For a client that is not admitted, the verdict is
 // Drop.
 func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) route {
 	client = client.WithZone("") // prefixes never contain addresses with a zone
@@ -189,7 +189,7 @@ func newAdmission(prefixes []netip.Prefix) *admission {
 	for i, p := range prefixes {
 		sorted[i] = p.Masked()
 	}
-	slices.SortFunc(sorted, func(a, b netip.Prefix) int { // a prefix comes before those that it contains
+	slices.SortFunc(sorted, func(a, b netip.Prefix) int { // a prefix comes before the prefixes that it contains
 		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
 	})
 	a := &admission{}
@@ -218,8 +218,9 @@ func (a *admission) admits(client netip.Addr) bool {
 // equal source ranges share one admission.
 type admissions map[string]*admission
 
-// of returns the admission of the sources at a node with these addresses. If the map
-// earlier has an admission with the same prefixes, the result is that admission.
+// of returns the admission of the sources at a node with these addresses. If the map a or
+// the argument earlier has an admission with the same prefixes, the result is that
+// admission.
 func (a admissions) of(sources *nodeview.Sources, node []netip.Addr, earlier admissions) *admission {
 	if !sources.Restricted {
 		return nil

@@ -49,8 +49,8 @@ func (s *screen) program(v4 bool, pods []netip.Prefix) []bpf.Instruction {
 	for _, p := range pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	// rest is the number of instructions between the current test and those of admit. After
-	// the last test, this is only dropPacket.
+	// rest is the number of instructions between the current test and the instructions of
+	// admit. After the last test, only dropPacket is between them.
 	rest := 1
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
@@ -70,8 +70,8 @@ func (s *screen) program(v4 bool, pods []netip.Prefix) []bpf.Instruction {
 }
 
 // ifSourceIn returns instructions that execute action if the source of a packet is in p.
-// Otherwise they continue with the instruction that follows them. If the IP family of p
-// is not the one that v4 selects, the result is nil.
+// Otherwise they continue with the instruction that follows them. If v4 selects another
+// IP family than that of p, the result is nil.
 func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instruction {
 	if p.Addr().Is4() != v4 {
 		return nil

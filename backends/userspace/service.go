@@ -133,7 +133,7 @@ func (s *service) retire(at socketAddr, l listener) {
 }
 
 // apply applies those parts of the plan p whose addresses are already local.
-// err returns the errors.
+// The method err returns the errors.
 func (s *service) apply(ctx context.Context, p *plan) {
 	s.complainOf(p.unsupported.err())
 	s.setPorts(p)
@@ -319,8 +319,8 @@ type port struct {
 	counted        endpointCounters
 	// common is the state that all ports of the service share.
 	*common
-	// existing has the endpoints whose clients stay, by family, according to the last applied
-	// plan. It is nil if there is none.
+	// existing has, by family, the endpoints whose clients stay according to the last applied
+	// plan. Before the first plan, it is nil.
 	existing atomic.Pointer[existing]
 }
 
@@ -403,8 +403,8 @@ func (p *port) resets(e netip.AddrPort) bool {
 	return now != nil && (*now)[api.FamilyOf(e.Addr())].Resets(e)
 }
 
-// errorList has the first errors of many. So the text of their join stays short, however
-// many addresses and ports a service has.
+// errorList has the first errors of many. So their joined text stays short, however many
+// addresses and ports a service has.
 type errorList struct {
 	first []error
 	more  int // number of further errors

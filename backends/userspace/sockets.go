@@ -88,8 +88,8 @@ type addresses interface {
 }
 
 // exclusive is implemented by addresses that only one process may use at a time. Own takes
-// the ownership until release is called or the process ends. If another process has it,
-// the error wraps [sink.ErrOwned].
+// the ownership until release is called or the process ends. If another process owns the
+// addresses, the error wraps [sink.ErrOwned].
 type exclusive interface {
 	Own(ctx context.Context) (release func(), err error)
 }

@@ -71,8 +71,8 @@ func (c *endpointCounters) prune(serves func(netip.AddrPort) bool) {
 	}
 }
 
-// report passes to yield the numbers of the present endpoints of p, and of removed
-// endpoints that still have connections. It returns false if yield does.
+// report calls yield for each present endpoint of p, and for each removed endpoint that
+// still has connections. It returns false if yield returns false.
 func (c *endpointCounters) report(p *port, yield func(backends.Stats) bool) bool {
 	c.mu.Lock()
 	var counted []backends.Stats

@@ -34,7 +34,7 @@ type stream struct {
 }
 
 // newStream returns a stream from source to destination. If dialed is true, destination
-// is a new connection to an endpoint, to which nothing was written yet.
+// is a new connection to an endpoint, and nothing was written to it yet.
 func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes, a *account) (*stream, error) {
 	from, err := source.SyscallConn()
 	if err != nil {

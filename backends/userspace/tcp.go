@@ -305,8 +305,8 @@ type relay struct {
 
 // start begins to move bytes in both directions. When both directions have ended or one
 // direction has failed, the relay calls r.done. Each direction has a new goroutine with a
-// small stack. So start returns immediately, and the caller, which has a large stack from
-// dialing, can end.
+// small stack. So start returns immediately. The caller has a large stack from dialing,
+// and can end now.
 func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p, a)
 	if err != nil {

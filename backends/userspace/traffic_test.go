@@ -96,7 +96,7 @@ func TestHashedClientsKeepTheirEndpointsOnAllNodes(t *testing.T) {
 	t.Logf("%d of %d clients of other endpoints moved", moved, others)
 }
 
-// A client whose endpoint refuses gets the same other endpoint each time.
+// If the endpoint of a client refuses, the client gets the same other endpoint each time.
 func TestHashedClientsSkipRefusingEndpoints(t *testing.T) {
 	w, port := newWorld(t, settings{}), freePort(t, "127.0.0.2")
 	dead := netip.MustParseAddrPort(fmt.Sprintf("127.0.0.1:%d", freePort(t, "127.0.0.1")))

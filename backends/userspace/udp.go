@@ -424,7 +424,7 @@ func (u *udpClients) evictOf(a *udpAccount) {
 	}
 }
 
-// which returns the clients of a service for which match returns true.
+// which returns some clients of a service: for these clients, match returns true.
 func (u *udpClients) which(a *udpAccount, match func(*udpClient) bool) (matching []*udpClient) {
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -123,7 +123,7 @@ func unusedBackend(name string) (*pflag.FlagSet, func() error) {
 	return fs, func() error { return nil }
 }
 
-// copyFlags sets the flags in to that are set in from.
+// copyFlags sets those flags in the set "to" that are set in the set "from".
 func copyFlags(to, from *pflag.FlagSet) {
 	from.Visit(func(f *pflag.Flag) {
 		copied := to.Lookup(f.Name)

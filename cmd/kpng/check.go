@@ -159,7 +159,7 @@ func checkConfig(cmd *cobra.Command, file string) (findings []command.Finding) {
 // notChecked is the subject of a finding that there are no services to check.
 const notChecked = "services are not checked"
 
-// serviceCheck finds services that kpng serves otherwise than kube-proxy.
+// serviceCheck finds services that kpng serves differently from kube-proxy.
 type serviceCheck struct {
 	findings []command.Finding
 	// asked reports that the command line selects the source.
@@ -170,7 +170,7 @@ func (c *serviceCheck) add(service, text string) {
 	c.findings = append(c.findings, command.Finding{Level: command.Change, Subject: service, Text: text})
 }
 
-// see is a watcher.Options.Skip. It looks at each Service, and skips none.
+// The method see is for watcher.Options.Skip. It looks at each Service, and skips none.
 func (c *serviceCheck) see(s *corev1.Service) (skip bool) {
 	if s.Labels["service.kubernetes.io/service-proxy-name"] != "" || s.Spec.Type == corev1.ServiceTypeExternalName {
 		return false
@@ -222,6 +222,6 @@ func (c *serviceCheck) run(ctx context.Context, source *command.Source) []comman
 	slices.SortFunc(c.findings, func(a, b command.Finding) int {
 		return cmp.Or(cmp.Compare(a.Subject, b.Subject), cmp.Compare(a.Text, b.Text))
 	})
-	// The source may pass a Service to see several times.
+	// The source may call the method see several times for a Service.
 	return append(slices.Compact(c.findings), command.Finding{Level: command.Note, Subject: source.String(), Text: fmt.Sprintf("%d services; kpng serves those without findings as kube-proxy does", services)})
 }

@@ -118,8 +118,8 @@ func TestCheckSaysWhatChanges(t *testing.T) {
 	}
 }
 
-// findings returns the findings of kpng check about kube-proxy's file, or about the
-// services, or about the node, each as LEVEL SUBJECT: TEXT.
+// findings returns the findings of kpng check about one part: kube-proxy's file, the
+// services or the node. Each has the form LEVEL SUBJECT: TEXT.
 func findings(t *testing.T, part string, args ...string) (string, error) {
 	t.Helper()
 	out, err := execute(t.Context(), append([]string{"check", "-o", "json"}, args...)...)

@@ -52,8 +52,8 @@ func configured(t *testing.T, backend, config string, args ...string) (set map[s
 	return set, differences, err
 }
 
-// always has the flags that every configuration file sets, even if it does not mention
-// them, with the values that they get by default.
+// always has flags with their default values. Every configuration file sets these flags,
+// even if it does not mention them.
 var always = map[string]string{
 	"healthz-bind-address": "0.0.0.0:10256",
 	"metrics-bind-address": "127.0.0.1:10249",
@@ -104,7 +104,7 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 	for name, test := range map[string]struct {
 		backend, config string
 		args            []string
-		set             string // besides those in always, as NAME=VALUE
+		set             string // besides those in the map "always", as NAME=VALUE
 		differences     string // as FIELD=VALUE
 	}{
 		"settings of another mode are ignored": {

@@ -68,8 +68,8 @@ func TestNamesInDocsExist(t *testing.T) {
 	}
 }
 
-// TestHelpTexts checks that help texts fit a terminal, and that the examples of each command
-// are command lines that it accepts.
+// TestHelpTexts checks that help texts fit a terminal, and that each command accepts its
+// examples.
 func TestHelpTexts(t *testing.T) {
 	root := newRoot()
 	usage.Prepare(root)

@@ -225,8 +225,8 @@ func unselected(source *command.Source, service *corev1.Service) string {
 	return why
 }
 
-// notServedAt adds to err, that no service is served at an address, a service that has the
-// address and is not selected, if there is one.
+// notServedAt extends err, which means that no service is served at an address. If an
+// unselected service has the address, the result names that service.
 func notServedAt(ctx context.Context, source *command.Source, addr netip.Addr, err error) error {
 	service, findErr := source.FindUnselected(ctx, addr)
 	if findErr != nil || service == nil {

@@ -43,7 +43,7 @@ type object struct {
 
 // list is a kind of objects.
 type list struct {
-	head, wide []string // names of the columns, and of those that only the wide table has
+	head, wide []string // names of the columns, and of the columns that only the wide table has
 	// objects returns the objects. With a name, it returns only the service or node with this
 	// name, or the frontends of this service.
 	objects func(s *cluster.Snapshot, node *api.Node, name string) iter.Seq2[object, error]

@@ -123,8 +123,8 @@ func flagsPage(t *testing.T) string {
 	list("kpng SOURCE to-local ", append(local.Commands(), backendCommand(&command.Source{}, true, kernelspace[0]))...)
 	list("kpng ", others...)
 
-	// of maps each flag to the labels of the commands that have it. The map with has the
-	// sources for which these commands have the flag.
+	// The map "of" has, for each flag, the labels of the commands with this flag. The map
+	// "with" has the sources for which these commands have the flag.
 	of, with := map[string]map[string]bool{}, map[string]map[string]bool{}
 	add := func(cmd *cobra.Command, source, label string) {
 		cmd.InitDefaultVersionFlag()

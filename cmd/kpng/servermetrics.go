@@ -15,8 +15,8 @@ type serverStats struct {
 	behindSeconds float64
 }
 
-// newServerCollector returns a collector of the server's statistics. The function behind is
-// that of a status page.
+// newServerCollector returns a collector of the server's statistics. The function "behind"
+// is that of a status page.
 func newServerCollector(s *remote.Server, behind func() (streams int, seconds float64)) prometheus.Collector {
 	stats := func() serverStats {
 		streams, seconds := behind()

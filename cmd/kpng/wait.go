@@ -17,15 +17,15 @@ import (
 )
 
 // waitCommand returns the command that waits for the proxy of this node. An init container
-// runs it before another one removes the rules of the earlier proxy.
+// runs it before another container removes the rules of the earlier proxy.
 func waitCommand() *cobra.Command {
 	return group("wait", "Wait until the proxy of this node has programmed all services",
 		wait("kpng", "--healthz-bind-address", defaultStatusAddress, "/readyz", func([]byte) error { return nil }),
 		wait("kube-proxy", "metricsBindAddress", "127.0.0.1:10249", "/metrics", kubeProxySynced))
 }
 
-// wait returns the command that waits until a page of the proxy has status 200 and check
-// accepts it.
+// wait returns the command that waits until a page of the proxy has status 200, and the
+// function check accepts the page.
 func wait(proxy, setting, defaultAddress, page string, check func(text []byte) error) *cobra.Command {
 	var address string
 	cmd := &cobra.Command{

@@ -60,7 +60,7 @@ func (d *dataplane) Start(ctx context.Context) error {
 // elements matches a set or map that is not empty.
 var elements = regexp.MustCompile(`(?s)\t(?:set|map) (\w+) \{[^}]*?elements = \{(.*?)\}`)
 
-// List creates tables that are missing, or have other rules or elements than those of this
+// List creates a table if it is missing, or if its rules or elements are not those of this
 // version.
 func (d *dataplane) List(ctx context.Context, emit func(object, string)) error {
 	lines := map[object][]string{}

@@ -22,7 +22,8 @@ type node struct {
 	*netnstest.Namespace
 	reconcile.Reconciler
 	dataplane *dataplane
-	// calls returns the arguments with which nft has run since the last call of calls.
+	// The function calls returns the arguments with which nft has run since the previous
+	// call of the function.
 	calls func() []string
 }
 

@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// merger merges the services of clusters. With forget, it omits the endpoints of other
-// clusters whose state is stale.
+// merger merges the services of clusters. With forget, it omits the endpoints of another
+// cluster while that cluster's state is stale.
 type merger struct{ forget bool }
 
 // merge returns a service of this cluster, with its endpoints in all clusters that have the

@@ -17,8 +17,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// snapshot returns a cluster with a service, which has an endpoint with these ports. The
-// endpoint and its hints are on node n1, in both clusters.
+// snapshot returns a cluster with one service. The service has an endpoint with these
+// ports. The endpoint and its hints are on node n1, in both clusters.
 func snapshot(ip string, ready bool, ports ...string) *cluster.Snapshot {
 	state := cluster.New(cluster.Options{})
 	state.Update(func(tx *cluster.Tx) {

@@ -34,7 +34,8 @@ import (
 var table string
 
 const (
-	// slots is the number of slots of a frontend. A client's address and port are hashed to one.
+	// slots is the number of slots of a frontend. A client's address and port are hashed to a
+	// slot.
 	slots = 251
 	// chances is the number of endpoints of a slot that get packets. The first endpoint
 	// gets new connections. The others keep the connections that they got when they were
@@ -128,7 +129,7 @@ func (t *tables) add(f *nodeview.Frontend) error {
 
 // owners returns the endpoints of a slot by rendezvous hashing. A new endpoint does not
 // change the order of the other endpoints. If it becomes the first of a slot, the former first
-// endpoint, which has the slot's connections, becomes the second.
+// endpoint becomes the second. That endpoint has the slot's connections.
 func owners(slot int, endpoints []nodeview.Target) []nodeview.Target {
 	score := func(e nodeview.Target) uint64 { return maglev.Hash(fmt.Appendf(nil, "%s %d", e.AddrPort(), slot)) }
 	order := slices.SortedFunc(slices.Values(endpoints), func(a, b nodeview.Target) int { return cmp.Compare(score(b), score(a)) })

@@ -29,7 +29,8 @@ import (
 //
 // The load balancers are the objects of a Reconciler. The key of an object is the frontend,
 // and its value is the policy. The value nil means the load balancer that HNS has listed.
-// Its state is only in the field holdings, with which equal compares a policy.
+// The state of this load balancer is only in the field holdings. The method equal compares
+// a policy with that state.
 type backend struct {
 	opts       Options
 	owner      ownership.Owner
@@ -47,7 +48,8 @@ type backend struct {
 
 	// holdings is the state of HNS, or nil before the first listing.
 	holdings *holdings
-	// mac is this node's hardware address, and root the ID of its endpoint, if known.
+	// mac is this node's hardware address, and root is the ID of the node's endpoint, if
+	// known.
 	mac, root string
 	// listed is true if the present call has listed the objects of HNS. A call lists them at
 	// most once.
@@ -60,15 +62,15 @@ type backend struct {
 	// beginning is true if the next listing begins a pass. passing is true until the pass ends.
 	beginning, passing bool
 
-	// wanted has the frontends of the present operations, and troubled those whose last
-	// operation failed, with their services.
+	// wanted has the frontends of the present operations. troubled has the services, by
+	// frontend, of the frontends whose last operation failed.
 	wanted   map[frontend]bool
 	troubled map[frontend]types.NamespacedName
 	// void has the frontends whose load balancers do not exist because HNS has none of their
 	// endpoints.
 	void map[frontend]bool
-	// lacking has the services whose load balancers the present call has programmed without
-	// some of their endpoints.
+	// lacking has the services with load balancers that the present call has programmed
+	// without some endpoints.
 	lacking sink.Failed
 }
 

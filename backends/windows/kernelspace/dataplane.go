@@ -92,7 +92,8 @@ func (b *backend) List(_ context.Context, emit func(frontend, *policy)) error {
 	return nil
 }
 
-// equal compares a recorded policy with a wanted policy or, if want is nil, with HNS.
+// equal compares a recorded policy with a wanted policy. If want is nil, it compares the
+// recorded policy with HNS.
 func (b *backend) equal(is, want *policy) bool {
 	switch {
 	case is == nil:

@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/internal/hns"
 )
 
-// endpointIDs returns the sorted IDs of a policy's endpoints that HNS has. all is false if an
-// endpoint is missing.
+// endpointIDs returns the sorted IDs of those endpoints of a policy that HNS has. The result
+// "all" is false if an endpoint is missing.
 func (b *backend) endpointIDs(p *policy) (ids []string, all bool) {
 	if p.toRoot {
 		id, ok := b.rootEndpoint()
@@ -37,8 +37,9 @@ func (b *backend) endpointIDs(p *policy) (ids []string, all bool) {
 	return slices.Compact(ids), all
 }
 
-// endpoints creates the remote endpoints of a policy that HNS lacks. It returns the sorted
-// IDs of all its endpoints. The error names the endpoints that are still missing.
+// endpoints creates those remote endpoints of a policy that HNS lacks. It returns the
+// sorted IDs of all endpoints of the policy. The error names the endpoints that are still
+// missing.
 func (b *backend) endpoints(p *policy) (ids []string, lacking error) {
 	ids, all := b.endpointIDs(p)
 	if all {

@@ -203,8 +203,8 @@ func (h *holdings) use(lb hns.LoadBalancer, n int) {
 	}
 }
 
-// users returns the sorted IDs of the load balancers that contain one of these endpoints
-// or that have an address of one as a VIP.
+// users returns the sorted IDs of load balancers. Each of them contains one of these
+// endpoints, or has the address of such an endpoint as a VIP.
 func (h *holdings) users(endpoints []hns.Endpoint) []string {
 	if len(endpoints) == 0 {
 		return nil

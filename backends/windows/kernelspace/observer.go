@@ -13,7 +13,7 @@ type observedHNS struct {
 	hns  hns.HNS
 	opts *Options
 	now  func() time.Time
-	// called is called after each call. See backend.OnCall.
+	// The function called runs after each call. See backend.OnCall.
 	called func(call string, took time.Duration, err error)
 }
 
@@ -31,7 +31,7 @@ func observe[T any](o *observedHNS, call string, f func() (T, error)) (T, error)
 	return v, err
 }
 
-// change is observe for calls that change an object of HNS.
+// change is like the function observe, for calls that change an object of HNS.
 func change[T any](o *observedHNS, call string, f func() (T, error)) (T, error) {
 	v, err := observe(o, call, f)
 	o.opts.Observer.Wrote(1, err)

@@ -63,7 +63,7 @@ func TestOnlyChangesByOthersAreDrift(t *testing.T) {
 	log.expect(t, append([]string{"drifted", "wrote 1 <nil>", "repaired"}, holds...)...)
 }
 
-// nodeSource is a source of addresses that records the Node objects that it gets.
+// nodeSource is a source of addresses. It records the Node objects that it gets.
 type nodeSource struct {
 	nodeaddr.Source
 	nodes []*api.Node

@@ -228,7 +228,7 @@ func frontendOf(f *nodeview.Frontend) frontend {
 // settings that HNS does not support. The policy has the endpoints for traffic from outside
 // this node. This node's own traffic goes to them too, because a load balancer of HNS has
 // only one list of endpoints. Frontends with equal lists share the endpoints. The argument
-// lists has the endpoints.
+// "lists" has these endpoints.
 func (on *environment) planPolicy(f *nodeview.Frontend, preserve bool, lists map[listKey]*destinations) (p policy, degraded []string) {
 	p = policy{frontend: frontendOf(f)}
 	if f.Family == api.IPv6 {

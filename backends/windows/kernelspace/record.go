@@ -186,7 +186,7 @@ func (r *record) setDeleted(id string, deleted bool) {
 func (r *record) len() int { return len(r.made) - r.deleted }
 
 // unchanged reports whether two load balancers have the same settings, apart from the
-// endpoints. HNS does not report all settings. HNS may still report what it reported
+// endpoints. HNS does not report all settings. HNS may still report the same settings as
 // after the creation. Then the load balancer is assumed to have all requested settings.
 func (r *record) unchanged(have, want hns.LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)

@@ -57,8 +57,8 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
 	return nil
 }
 
-// flowFamilies yields the families that have a frontend. For each list of the flows of a
-// family, the kernel reads its whole table of flows, of all network namespaces.
+// flowFamilies yields the families that have a frontend. To list the flows of a family,
+// the kernel reads its whole table of flows, with those of all network namespaces.
 func flowFamilies(frontends map[netip.AddrPort]nodeview.Existing) iter.Seq2[api.Family, netlink.InetFamily] {
 	families := map[api.Family]netlink.InetFamily{}
 	for at := range frontends {

@@ -23,7 +23,8 @@ import (
 type ruleset struct {
 	opts *Options
 	// The keys of these maps are names, and the values are declarations. A change of the
-	// table keeps existing sets, because they store the affinity of clients, and counters.
+	// table keeps existing counters. It also keeps existing sets, because they store the
+	// affinity of clients.
 	sets, chains, counters map[string]string
 	rules                  strings.Builder
 	number                 int
@@ -386,7 +387,7 @@ func (r *ruleset) balanceWithAffinity(chain string, view *api.View, f *nodeview.
 	}
 }
 
-// script returns the commands that change the table from the ruleset old to r in one
+// script returns the commands that change the table from the ruleset "old" to r in one
 // transaction. If the table does not exist, old is nil.
 func (r *ruleset) script(old *ruleset) string {
 	var text strings.Builder

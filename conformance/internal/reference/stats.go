@@ -64,7 +64,7 @@ func (r *ruleset) count(f *nodeview.Frontend, e nodeview.Target) string {
 	return "counter name " + name
 }
 
-// set makes the counters of a ruleset the present ones.
+// set replaces the present counters by those of a ruleset.
 func (c *counters) set(opts *Options, r *ruleset, services []*api.View) error {
 	if err := os.WriteFile("/proc/sys/net/netfilter/nf_conntrack_acct", []byte("1"), 0); err != nil {
 		return fmt.Errorf("count bytes of connections: %w", err)

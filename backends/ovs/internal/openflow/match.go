@@ -166,7 +166,7 @@ func Destination(match string) (addr netip.Addr, protocol uint8, port uint16) {
 	return addr, protocol, port
 }
 
-// Register64 returns the value that a match requires of a 64-bit register. Bits that may have
+// Register64 returns the value that a match requires in a 64-bit register. Bits that may have
 // any value are 0.
 func Register64(match string, register int) uint64 {
 	for field, value := range fields(match) {
@@ -177,7 +177,7 @@ func Register64(match string, register int) uint64 {
 	return 0
 }
 
-// fields yields the fields of a match with their values, and masks after them.
+// fields yields each field of a match with its value, which the mask follows, if any.
 func fields(match string) iter.Seq2[uint32, []byte] {
 	return func(yield func(uint32, []byte) bool) {
 		for b := []byte(match); len(b) >= 4; {

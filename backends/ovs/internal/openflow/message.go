@@ -103,13 +103,13 @@ func DeleteFlow(key FlowKey, cookies Cookies) Message {
 	return flowMod(flowDeleteStrict, &Flow{FlowKey: key, Cookie: cookies.Value}, cookies.Mask)
 }
 
-// DeleteFlows deletes the flows of a table that have cookies in the set and whose match is
+// DeleteFlows deletes flows of a table if their cookies are in the set, and their match is
 // equal to the given match or narrower.
 func DeleteFlows(table uint8, match string, cookies Cookies) Message {
 	return flowMod(flowDelete, &Flow{FlowKey: FlowKey{Table: table, Match: match}, Cookie: cookies.Value}, cookies.Mask)
 }
 
-// AllTables is the number that means all tables.
+// AllTables is a table number that means all tables.
 const AllTables = 0xff
 
 // Cookies is the set of cookies that have the bits of Value under Mask.
@@ -176,11 +176,11 @@ func SetGroup(g Group) []Message {
 	return all
 }
 
-// FirstBucket is the argument after of [InsertBuckets] that means the start of the group.
+// FirstBucket means the start of the group, as the argument "after" of [InsertBuckets].
 const FirstBucket = 0xfffffffd
 
-// InsertBuckets returns messages that add buckets to a group, after the bucket with the ID
-// after.
+// InsertBuckets returns messages that add buckets to a group. The argument after is the ID
+// of the bucket before them.
 func InsertBuckets(id, after uint32, buckets []Bucket) []Message {
 	const reserve = 256 // for the fixed part and the properties
 	var all []Message
@@ -222,7 +222,7 @@ func (bucket *Bucket) encode() []byte {
 	return append(binary.BigEndian.AppendUint16(b, bucket.Weight), 0, 0)
 }
 
-// selection returns the property of a group that selects a bucket by a hash.
+// selection returns the property with which a group selects a bucket by a hash.
 func (g *Group) selection() []byte {
 	const netronomeVendor, selectionMethod = 0x0000154d, 1
 	b := []byte{0xff, 0xff, 0, 0}
@@ -249,8 +249,8 @@ func (g *Group) selection() []byte {
 	return padded(b)
 }
 
-// Connections selects tracked connections. Destination is the destination that they had
-// before translation. Without a port, it means all ports. At most one of the optional
+// Connections selects tracked connections. Destination is their destination before
+// translation. A Destination without a port means all ports. At most one of the optional
 // fields Source and Endpoint is set. Source is the client, so there is only one connection.
 // Endpoint is the address and port to which the connections were translated. Destination is
 // required unless Endpoint is set.
@@ -327,8 +327,8 @@ func take(b []byte, n int) (first, rest []byte, err error) {
 	return b[:n], b[n:], nil
 }
 
-// takeEntry returns the first entry of a list, which begins with its size, and the rest.
-// The entry has at least the size fixed.
+// takeEntry returns the first entry of a list, and the rest of the list. An entry begins
+// with its size, which must be at least the argument fixed.
 func takeEntry(b []byte, fixed int) (entry, rest []byte, err error) {
 	if len(b) < fixed {
 		return nil, nil, errTruncated
@@ -471,7 +471,7 @@ func parseGroup(b []byte) (g Group, err error) {
 // Error is an error that the switch reports.
 type Error struct{ Type, Code uint16 }
 
-// errorNames has the names of errors that are likely.
+// errorNames has the names of likely errors.
 var errorNames = map[Error]string{
 	{1, 1}:   "the switch does not support the message",
 	{1, 3}:   "the switch does not support the message",

@@ -64,8 +64,7 @@ func setPatience(t *testing.T, d time.Duration) {
 	t.Cleanup(func() { patience = old })
 }
 
-// TestUnexpectedAnswers checks that a switch that does not follow the protocol causes an
-// error.
+// TestUnexpectedAnswers checks that answers which violate the protocol cause an error.
 func TestUnexpectedAnswers(t *testing.T) {
 	listing := func(body ...byte) []byte { return appendMessage(nil, typeMultipartReply, 1, body) }
 	header := []byte{0, listGroups, 0, 0, 0, 0, 0, 0}
@@ -100,8 +99,8 @@ func TestUnexpectedAnswers(t *testing.T) {
 	}
 }
 
-// TestUnusableGroupsAreForeign checks that a group that cannot be read is reported as a
-// group that this package has not created, so that the backend replaces it.
+// TestUnusableGroupsAreForeign checks that an unreadable group is reported as foreign, so
+// that the backend replaces the group.
 func TestUnusableGroupsAreForeign(t *testing.T) {
 	bucket := Bucket{ID: 1, Weight: 7, Actions: ToGroup(2)}
 	good := listed(1, bucket.encode(), (&Group{Seed: 3}).selection())
@@ -132,7 +131,8 @@ func TestUnusableGroupsAreForeign(t *testing.T) {
 	}
 }
 
-// TestMessageIDsBeginAgain checks that a connection may live longer than there are IDs.
+// TestMessageIDsBeginAgain checks that a connection may have more messages than there are
+// IDs.
 func TestMessageIDsBeginAgain(t *testing.T) {
 	c := &Conn{nextID: 1<<32 - 3}
 	if first := c.ids(5); first != 1 {
@@ -140,8 +140,8 @@ func TestMessageIDsBeginAgain(t *testing.T) {
 	}
 }
 
-// TestHangingSwitch checks that a request ends with its context, and after the patience, if
-// the switch does not answer.
+// TestHangingSwitch sends requests to a switch that does not answer. A request ends with
+// its context, or when the patience is over.
 func TestHangingSwitch(t *testing.T) {
 	hang := func(c net.Conn) { io.Copy(io.Discard, c) }
 	greetAndHang := func(c net.Conn) { c.Write(hello); hang(c) }

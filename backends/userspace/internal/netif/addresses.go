@@ -45,9 +45,9 @@ type Addresses struct {
 	lookErr error
 }
 
-// New returns an Addresses value for the interface with the given name, which records the
-// added addresses in a state file. By default, the file is kpng\userspace.journal in the
-// folder %ProgramData%. New does not change the host.
+// New returns an Addresses value for the named interface. It records the added addresses
+// in a state file. By default, the file is kpng\userspace.journal in the folder
+// %ProgramData%. New does not change the host.
 func New(on, stateFile string) (*Addresses, error) {
 	if stateFile == "" {
 		data := os.Getenv("ProgramData")
@@ -59,8 +59,8 @@ func New(on, stateFile string) (*Addresses, error) {
 	return &Addresses{on: on, stateFile: stateFile, system: newHost()}, nil
 }
 
-// Own takes the ownership of the addresses in the state file. If another process has it,
-// the error wraps sink.ErrOwned.
+// Own takes the ownership of the addresses in the state file. If another process owns
+// them, the error wraps sink.ErrOwned.
 func (a *Addresses) Own(context.Context) (release func(), err error) {
 	return ownership.File(a.stateFile)
 }
@@ -97,7 +97,7 @@ func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, er
 }
 
 // isOn reports whether an interface has an address now. Concurrent calls for the
-// interface of a share one read of its addresses.
+// interface a.on share one read of its addresses.
 func (a *Addresses) isOn(on string, addr netip.Addr) (there bool, err error) {
 	if on == a.on {
 		return a.hasAddress(addr, time.Now())

@@ -67,8 +67,8 @@ func (f *Family) UnmarshalText(text []byte) error {
 // empty set. An IPSet is a value like a netip.Addr: copies are independent and cheap, and
 // == compares the addresses and their order.
 type IPSet struct {
-	// packed has the bytes of each address after their number, 4 or 16. A service has
-	// several sets, most of them empty, so their size counts.
+	// For each address, packed has the number of its bytes, 4 or 16, and then the bytes.
+	// A service has several sets, most of them empty, so a small size matters.
 	packed string
 }
 

@@ -37,12 +37,13 @@ type Service struct {
 	// balancer's health checks. 0 means none.
 	HealthCheckNodePort int32 `json:",omitempty"`
 
-	// Labels and Annotations are those that the source is configured to keep.
+	// Labels and Annotations have only the names that the source is configured to keep.
 	Labels      map[string]string `json:",omitempty"`
 	Annotations map[string]string `json:",omitempty"`
 
-	// SourceRanges limit which clients may use an address of the service. All clients may
-	// use an address that no entry lists. JSON and the wire call the field IPFilters.
+	// SourceRanges limit which clients may use an address of the service. An address
+	// without an entry is open to all clients. JSON and the wire call the field
+	// IPFilters.
 	SourceRanges []SourceRanges `json:"IPFilters,omitempty"`
 	// AffinitySeconds, 1 to 86400, is how long a client address keeps its endpoint after the
 	// client's last new connection. 0 means no session affinity.
@@ -96,7 +97,7 @@ type ServiceIPs struct {
 type Algorithm int32
 
 // The algorithms. HashClient and HashConnection are stable hashing (see package
-// maglev): HashClient hashes the client's address, and HashConnection hashes its
+// maglev): HashClient hashes the client's address, and HashConnection hashes the client's
 // address and port. All nodes with the same list of endpoints choose the same endpoint.
 // When an endpoint is added or removed, few clients of the remaining endpoints get
 // another endpoint.

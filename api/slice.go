@@ -11,8 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// EndpointSlice is a Kubernetes EndpointSlice (KEP 752), reduced to the needs of a proxy:
-// some endpoints of one service, all of one family and with the same ports.
+// EndpointSlice is a Kubernetes EndpointSlice (KEP 752), reduced to the needs of a proxy.
+// It has some endpoints of one service. They all have the same family and the same ports.
 type EndpointSlice struct {
 	Namespace string `json:",omitempty"`
 	Name      string `json:",omitempty"`
@@ -77,8 +77,8 @@ func (d *EndpointDetails) Value() EndpointDetails {
 	return *d
 }
 
-// Conditions are an endpoint's conditions (KEP 1669) with the API's defaults applied, and
-// whether the endpoint drains.
+// Conditions are an endpoint's conditions (KEP 1669), after the API's defaults are
+// applied. The field Drain says whether the endpoint drains.
 type Conditions struct {
 	// Ready reports whether the endpoint may receive new connections.
 	Ready bool `json:",omitempty"`

@@ -65,8 +65,8 @@ type Endpoint struct {
 	Local bool `json:",omitempty"`
 	// Scopes are the lists that contain the endpoint for at least one service port.
 	Scopes Scopes `json:",omitzero"`
-	// PortScopes is set if the endpoint's lists differ between service ports. It has an
-	// entry for each port for which the endpoint is on a list. If there are more than 32
+	// PortScopes is set if the endpoint's lists differ between service ports. A port has
+	// an entry if the endpoint is on a list for this port. If there are more than 32
 	// PortScopes, they are sorted by number, then protocol.
 	PortScopes []PortScopes `json:",omitempty"`
 

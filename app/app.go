@@ -15,9 +15,9 @@
 //		app.Execute(cmd)
 //	}
 //
-// The command uses these capabilities of the sink, or of a sink that it wraps (see
-// [sink.As]): a [Configurable] has flags of its own, a prometheus.Collector has metrics of
-// its own, and a [sink.Cleaner] gets the flag --cleanup.
+// The command uses these capabilities of the sink, or of a wrapped sink (see [sink.As]):
+// a [Configurable] has flags of its own, a prometheus.Collector has metrics of its own,
+// and a [sink.Cleaner] gets the flag --cleanup.
 //
 // The flags select the source of services (--kubeconfig or --manifests), the services
 // (--service-proxy-name) and the node (--node-name). In a pod, the default source is the
@@ -57,12 +57,13 @@ type Options struct {
 	// The functions Skip and AllPorts apply in addition to the flags. A kpng server sends no
 	// objects that Skip could select. So with Skip, the command has no flag --api.
 	Services watcher.Options
-	// PortsOnly omits the flags for all-ports services, which the sink does not support.
+	// PortsOnly omits the flags for all-ports services. It is for sinks without all-ports
+	// services.
 	PortsOnly bool
 	// Server is the address of a kpng server, such as remote.DefaultAddress. Without flags
 	// that select a source or services, the command reads from this server. It is for
-	// programs that run beside a kpng server on the same machine, as those of the original
-	// kpng do. It excludes Services.Skip. Default: none.
+	// programs that run beside a kpng server on the same machine, like the programs of
+	// the original kpng. It excludes Services.Skip. Default: none.
 	Server string
 }
 

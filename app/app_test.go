@@ -117,9 +117,8 @@ func TestAllPortsFlags(t *testing.T) {
 	}
 }
 
-// cleaner is a sink that counts the calls of its methods. TestOwnPredicates checks that
-// a program for one class of load balancers serves only the services of this class, and
-// treats them as all-ports services.
+// TestOwnPredicates checks that a program for one class of load balancers serves only the
+// services of this class, and treats them as all-ports services.
 func TestOwnPredicates(t *testing.T) {
 	var served []string
 	s := sink.FullState(func(_ context.Context, services []*api.View) error {

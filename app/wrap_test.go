@@ -42,7 +42,7 @@ type handler struct {
 	*feature
 }
 
-// own is a wrapper as programs write it.
+// own is a wrapper like those that programs write.
 type own struct{ sink.Sink }
 
 func (o own) Unwrap() sink.Sink { return o.Sink }

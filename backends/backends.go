@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package backends has the types that the packages below it share: the [Options] that are
-// part of their own Options, the [Observer] of their work, and the interface [Dataplane] of
-// the values that their functions New return.
+// Package backends has the types that the packages of the backends share. [Options] is a
+// part of their own Options, and an [Observer] receives events of their work. Their
+// functions New return a [Dataplane].
 package backends
 
 import (
@@ -40,14 +40,15 @@ type Capable interface {
 // Inspector is a [Dataplane] that can describe its entries for one frontend. [sink.As] finds
 // an Inspector in a wrapped sink, too.
 type Inspector interface {
-	// Inspect describes, in several lines, what the dataplane has for one frontend. If view
-	// is not nil, Inspect compares this with what the view requires. Then a line with a
-	// superfluous part begins with "+", and a line with a missing part begins with "-".
+	// Inspect describes, in several lines, what the dataplane has for one frontend. If
+	// view is not nil, Inspect compares this with the requirements of the view. Then a
+	// line with a superfluous part begins with "+", and a line with a missing part begins
+	// with "-".
 	//
 	// The arguments addr, protocol and port identify the frontend. For a node port, addr is
 	// an address of the node. For an all-ports service, protocol and port are 0. Inspect may
-	// be called at any time. If the dataplane was not started, Inspect describes what another
-	// process has programmed.
+	// be called at any time. If the dataplane was not started, Inspect describes the
+	// entries of another process.
 	Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error)
 }
 
@@ -55,11 +56,11 @@ type Inspector interface {
 // searches wrapped sinks, and returns the outermost Counter. So a Counter that wraps
 // another Counter must yield the numbers of both.
 type Counter interface {
-	// Stats calls yield for each endpoint of each service port that the dataplane has, in any
-	// order, until yield returns false. It may call yield more than once for an endpoint;
-	// the caller adds the numbers. It returns an error if [Options.Stats] is not set, or
-	// if the dataplane cannot be read. Stats may be called at any time after Start. It must
-	// not delay a Sync by more than a few milliseconds.
+	// Stats calls yield for each endpoint of each service port of the dataplane, in any
+	// order. It stops when yield returns false. It may call yield more than once for an
+	// endpoint; the caller adds the numbers. It returns an error if [Options.Stats] is
+	// not set, or if the dataplane cannot be read. Stats may be called at any time after
+	// Start. It must not delay a Sync by more than a few milliseconds.
 	Stats(ctx context.Context, yield func(Stats) bool) error
 }
 

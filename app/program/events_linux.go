@@ -34,9 +34,9 @@ import (
 // writes Events for the claims that services lose. Other methods add Events of other
 // kinds.
 //
-// The name of an Event depends on its content, so the API server refuses to create an
-// Event again while the first one exists, usually for an hour. So nodes that report the
-// same claim make only one Event. If there are too many Events, some are omitted.
+// The name of an Event depends on its content. So the API server refuses an equal Event
+// while the first one exists, usually for an hour. Nodes that report the same claim make
+// only one Event. If there are too many Events, some are omitted.
 type eventsWriter struct {
 	client rest.Interface
 	node   string
@@ -115,8 +115,8 @@ func (w *eventsWriter) claimsLost(key types.NamespacedName, lost []api.LostClaim
 	}
 }
 
-// newlyLost returns the claims that are lost in the new view and not in the old one, which
-// may be nil.
+// newlyLost returns the claims that are lost in the new view, but not in the old view.
+// The old view may be nil.
 func newlyLost(old, new *api.View) []api.LostClaim {
 	if old == nil || len(new.Lost) == 0 {
 		return new.Lost
@@ -128,8 +128,8 @@ func newlyLost(old, new *api.View) []api.LostClaim {
 	return slices.DeleteFunc(slices.Clone(new.Lost), func(l api.LostClaim) bool { return before[l.Claim] })
 }
 
-// parametersIgnored adds an Event if the dataplane ignores traffic parameters of a service
-// that the old view, which may be nil, did not have.
+// parametersIgnored adds an Event if the dataplane ignores traffic parameters of a
+// service, and the old view did not have them. The old view may be nil.
 func (w *eventsWriter) parametersIgnored(key types.NamespacedName, old, new *api.View) {
 	ignored := nodeview.ParametersOf(new).Without(w.honours)
 	if old != nil {

@@ -26,10 +26,10 @@ import (
 )
 
 // excludedPods knows the pods of the node that a label selector excludes from eBPF:
-// pods with matching labels, and all pods of namespaces with matching labels. It reads
-// only metadata from the API server: that of matching namespaces, and of all pods of
-// the node that have not ended. It cannot request only pods with matching labels,
-// because pods of a matching namespace need no label.
+// pods with matching labels, and all pods of namespaces with matching labels. From the
+// API server, it reads only the metadata of matching namespaces, and of all pods of the
+// node that have not ended. It cannot request only pods with matching labels, because
+// pods of a matching namespace need no label.
 type excludedPods struct {
 	sink.Sink // the wrapped sink; both start and stop together
 	selector  labels.Selector
@@ -147,7 +147,7 @@ const listTimeout = 10 * time.Second
 
 // Start implements sink.Starter. It waits a limited time for the pods, so that the
 // programs exclude them from their first connection on. If the pods are not known by
-// then, the programs keep excluding those that an earlier process excluded.
+// then, the programs still exclude the pods that an earlier process excluded.
 func (e *excludedPods) Start(ctx context.Context) error {
 	e.once.Do(func() {
 		following, end := context.WithCancel(context.WithoutCancel(ctx))

@@ -25,8 +25,8 @@ import (
 // kube-proxy's other chains for services only through this chain.
 const kubeProxyChain = "KUBE-SERVICES"
 
-// iptablesChain matches the chain of the backend iptables that has the same role as
-// kubeProxyChain. The name of the chain contains the name of the instance.
+// iptablesChain matches a chain of the backend iptables. The chain has the same role as
+// kubeProxyChain, and its name contains the name of the instance.
 var iptablesChain = regexp.MustCompile(`^KPNG-(?:([A-Za-z0-9]{1,6})-)?SERVICES$`)
 
 // ofChain returns the leftover to which a chain of a table belongs. The argument flavour

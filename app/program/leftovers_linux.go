@@ -29,7 +29,7 @@ import (
 // left. They may handle connections to services before the rules of this backend.
 type leftover struct {
 	what, remove string
-	// by is the backend of kpng that has left them. For kube-proxy, it is zero.
+	// The backend of kpng in the field by has left them. For kube-proxy, by is zero.
 	by instance
 }
 
@@ -70,15 +70,15 @@ type leftovers struct {
 	removeOthers bool
 	flags        *pflag.FlagSet
 	count        *prometheus.GaugeVec
-	// programmed is true after the first pass that programmed all services. wake starts a
-	// search then.
+	// programmed is true after the first pass that programmed all services. Then the
+	// channel wake starts a search.
 	programmed atomic.Bool
 	wake       chan struct{}
-	// now and cleanUp are time.Now and the function of this name. Tests replace them.
+	// now is time.Now, and cleanUp is the function cleanUp. Tests replace both.
 	now     func() time.Time
 	cleanUp func(ctx context.Context, i instance, bpffs string) error
-	// searchTime is the duration of the last search. retryAt has the times of the next
-	// attempts to remove instances, after an attempt has failed.
+	// searchTime is the duration of the last search. After a removal of an instance has
+	// failed, retryAt has the time of the next attempt.
 	searchTime time.Duration
 	retryAt    map[instance]time.Time
 
@@ -144,7 +144,8 @@ func (l *leftovers) follow(ctx context.Context) (stop func()) {
 }
 
 // pause returns the time from the end of a call of look to the next search. It does not
-// depend on the duration of removals, which may wait for the end of connections.
+// depend on the duration of removals, because a removal may wait for the end of
+// connections.
 func (l *leftovers) pause() time.Duration {
 	interval := lookInterval
 	if l.removeOthers {
@@ -186,8 +187,9 @@ func (l *leftovers) look(ctx context.Context) {
 	}
 }
 
-// remove removes a leftover of another backend with the same instance. It reports whether
-// the leftover is removed. After an error, it retries when lookInterval has passed.
+// remove removes a leftover of another backend with the same instance name. It reports
+// whether the leftover is removed. After an error, it retries when lookInterval has
+// passed.
 func (l *leftovers) remove(ctx context.Context, f leftover) bool {
 	if f.by == (instance{}) || f.by.name != l.self.name || l.now().Before(l.retryAt[f.by]) {
 		return false
@@ -257,8 +259,9 @@ func (l *leftovers) bpffs() string {
 }
 
 // find searches the network namespace of the calling thread. If a part of the search
-// fails, find returns the results of the other parts and an error. Without an own proxy
-// name, it also returns the leftovers of kube-proxy. With one, kube-proxy usually runs.
+// fails, find returns the results of the other parts and an error. It also returns the
+// leftovers of kube-proxy, unless this proxy has a proxy name of its own. In that case,
+// kube-proxy usually runs.
 func (l *leftovers) find(ctx context.Context) (found []leftover, err error) {
 	all, err := findAll(ctx, l.bpffs())
 	seen := map[instance]bool{}

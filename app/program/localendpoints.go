@@ -21,7 +21,7 @@ type localEndpoints struct {
 	pass     int
 }
 
-// droppingService has those ports of a service that drop traffic, according to the last
+// droppingService has the ports of a service that drop traffic, according to the last
 // delivery of the service.
 type droppingService struct {
 	ports []droppingPort
@@ -89,8 +89,8 @@ func (l *localEndpoints) set(key types.NamespacedName, ports []droppingPort) {
 	}
 }
 
-// droppingPorts returns the ports of a service that drop traffic which starts outside of
-// this node. For each family and policy, the result has a port at most once.
+// droppingPorts returns the ports of a service that drop traffic from outside of this
+// node. For each family and policy, the result has a port at most once.
 func droppingPorts(view *api.View) []droppingPort {
 	if view == nil || !view.Service.InternalTrafficToLocal && !view.Service.ExternalTrafficToLocal {
 		return nil

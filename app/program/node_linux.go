@@ -129,10 +129,11 @@ func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Par
 	return parts, err
 }
 
-// podFlags are the flags that say which traffic is from pods. No backend has more.
+// podFlags are the flags that say which traffic is from pods. No backend has more such
+// flags.
 var podFlags = []string{"cluster-cidr", "node-pod-cidrs", "pod-interfaces"}
 
-// withoutPods is what follows if no such flag is set.
+// withoutPods describes the result if no flag of podFlags is set.
 const withoutPods = "connections to cluster IPs from outside the pod network are not masqueraded, " +
 	"and pods of this node use external addresses with externalTrafficPolicy Local like clients outside the cluster"
 
@@ -185,9 +186,9 @@ func (f *nodeFlags) keepAnnotation(name string) error {
 	return nil
 }
 
-// apiServer returns the settings for the API server from which the command with these flags
-// gets services. It returns an error if the command gets them from another source. The
-// argument flag is the flag that needs the API server.
+// apiServer returns the settings for the API server. It returns an error if the command
+// with these flags gets services from another source. The argument flag is the flag that
+// needs the API server.
 func apiServer(fs *pflag.FlagSet, flag string) (*rest.Config, error) {
 	if fs.Lookup("kubeconfig") == nil || flagValue(fs, "manifests") != "" || fs.Changed("api") {
 		return nil, fmt.Errorf("%s needs an API server as the source of services", flag)

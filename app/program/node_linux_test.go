@@ -39,8 +39,8 @@ func testFlags[Options any](t *testing.T, name string, args []string, b sink.Sin
 	})
 }
 
-// testInvalidFlags checks that a backend refuses each argument of the command line in
-// args, with an error that contains the argument's value.
+// testInvalidFlags checks that a backend refuses each command-line argument in args. The
+// error must contain the argument's value.
 func testInvalidFlags(t *testing.T, create func() sink.Sink, args ...string) {
 	t.Helper()
 	for _, arg := range args {

@@ -27,7 +27,7 @@ func statsFlags(fs *pflag.FlagSet, on *bool) {
 // statsOn reports whether the command counts traffic.
 func statsOn(fs *pflag.FlagSet) bool { return flagValue(fs, statsFlag) == "true" }
 
-// addTraffic adds the traffic that the parts count to the metrics and the status page.
+// addTraffic adds the traffic counts of the parts to the metrics and the status page.
 func addTraffic(parts *command.Parts, fs *pflag.FlagSet) {
 	var all counters
 	for _, s := range []sink.Sink{parts.Sink, parts.Beside["localhost"]} {

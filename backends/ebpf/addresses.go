@@ -21,7 +21,8 @@ const (
 )
 
 // find returns the frontend at an address and port, and the list of the frontend. Like the
-// programs, it also finds node ports. If there is none, the error is [ebpf.ErrKeyNotExist].
+// programs, it also finds node ports. If there is no such frontend, the error is
+// [ebpf.ErrKeyNotExist].
 func find(frontends, nodeIPs *ebpf.Map, at frontendKey) (frontendKey, list, error) {
 	var l list
 	err := frontends.Lookup(at, &l)

@@ -99,8 +99,8 @@ func (s *socket) receive() (content, from string) {
 	return string(buffer[:length]), netip.AddrPortFrom(addr.Addr().Unmap(), addr.Port()).String()
 }
 
-// mustReceive reads answers of echo servers, which repeat the destination of a datagram, and
-// checks that each answer comes from there.
+// mustReceive reads answers of echo servers. An answer contains the destination of the
+// datagram, and mustReceive checks that the answer comes from there.
 func (s *socket) mustReceive(answers int) {
 	s.n.t.Helper()
 	for range answers {
@@ -388,8 +388,8 @@ func name(a unix.Sockaddr) string {
 	return fmt.Sprintf("%T", a)
 }
 
-// rawSocket calls f with a socket of the namespace for destinations like to. Its reads time
-// out.
+// rawSocket calls f with a socket of the namespace. The socket has the family of the
+// address to, and its reads time out.
 func (n *node) rawSocket(to netip.AddrPort, kind int, f func(fd int) error) {
 	n.t.Helper()
 	err := n.ns.Do(func() error {

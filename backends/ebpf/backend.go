@@ -66,8 +66,8 @@ var (
 // Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. An error of eBPF does not fail Sync: the
 // other sink then handles all connections until a later pass has ended.
 //
-// The dataplane honours the traffic parameters that the other sink honours, which
-// [backends.Capable] returns. The programs honour weights, and leave services with other
+// The dataplane honours the same traffic parameters as the other sink (see
+// [backends.Capable]). The programs honour weights, and leave services with other
 // parameters to the other sink if that sink honours them.
 //
 // The dataplane also has this method, which [sink.As] finds:
@@ -75,10 +75,11 @@ var (
 //	Counts() (translated, left map[string]uint64, err error)
 //
 // Counts reads the counters of the programs. It requires a started dataplane. A new process
-// continues with the numbers of the process before it. The map translated has the numbers
-// of addresses that the programs replaced, by hook: connect4, sendmsg4, recvmsg4,
-// getpeername4, and the same names with 6. At connect and sendmsg, an endpoint replaces a
-// service. At recvmsg and getpeername, a service replaces an endpoint.
+// continues with the numbers of the process before it. For each hook, the map translated
+// has the number of addresses that the programs replaced. The hooks are connect4,
+// sendmsg4, recvmsg4, getpeername4, and the same names with 6. At connect and sendmsg, an
+// endpoint replaces a service. At recvmsg and getpeername, a service replaces an
+// endpoint.
 //
 // The map left counts the connections and datagrams that the programs left to the other
 // sink, although the maps have their frontend. Its keys are the reasons:
@@ -266,7 +267,7 @@ func (b *backend) Sync(ctx context.Context, c *sink.Changes) (err error) {
 // repairPause is the time from an error of eBPF to the next attempt to use eBPF.
 const repairPause = time.Minute
 
-// program writes the changes to the maps. From the end of a pass on, it lets the programs
+// program writes the changes to the maps. At the end of a pass, it lets the programs
 // translate connections. The result is nil or a [*sink.Failed].
 func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
@@ -311,8 +312,8 @@ func (b *backend) reportUsage() {
 	b.opts.Observer.Holds("services_left", u.servicesLeft)
 }
 
-// patience is the time without a heartbeat after which the programs leave all connections to
-// the other sink.
+// patience is a time without a heartbeat. After this time, the programs leave all
+// connections to the other sink.
 const patience = 10 * time.Minute
 
 // checkAge checks whether the programs have stopped using the maps because there was no
@@ -349,9 +350,9 @@ func (b *backend) fail(ctx context.Context, err error) {
 const minPause = 10 * time.Second
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
-// compares the maps with the records of the backend, repairs what differs, and tries to add
-// services that did not fit into the maps. If another program has detached the eBPF
-// programs, it attaches them again. After an error of eBPF, it requests a new pass.
+// compares the maps with the records of the backend, repairs the differences, and tries
+// to add services that did not fit into the maps. If another program has detached the
+// eBPF programs, it attaches them again. After an error of eBPF, it requests a new pass.
 func (b *backend) Verify(ctx context.Context) error {
 	var err error
 	if s, ok := sink.As[sink.Verifier](b.proxy); ok {

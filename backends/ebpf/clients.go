@@ -39,8 +39,8 @@ func (t *clientTables) countClients(ips map[ipKey]uint64) {
 // recount corrects the counts of clients, and returns the cluster IPs in the map. The
 // counts may be too high, because the programs do not see when the kernel removes clients
 // from the map. recount deletes the clients of frontends that do not exist or have no
-// session affinity. The argument affinity has the other frontends, with their timeouts in
-// seconds.
+// session affinity. The argument affinity has the frontends with session affinity, and
+// their timeouts in seconds.
 func (t *clientTables) recount(ctx context.Context, affinity map[frontendKey]uint32) (ips []ipKey, err error) {
 	now := int64(t.now())
 	wrong := map[ipKey]uint64{}

@@ -42,8 +42,8 @@ type dataplane struct {
 	// lastID is the ID of the last new list. The first ID is random, so that a process does
 	// not use the IDs of an earlier process.
 	lastID uint64
-	// left has the services with a frontend that did not fit into the maps. The map
-	// tooLarge has the services that need more than their share of a map, with the reason.
+	// The map left has the services with a frontend that did not fit into the maps. If a
+	// service needs more than its share of a map, tooLarge has the reason.
 	left     map[types.NamespacedName]*leftover
 	tooLarge map[types.NamespacedName]string
 	// owners has the service port and the list of each planned frontend, for counters. It is
@@ -74,7 +74,7 @@ type listRecord struct {
 	weighted bool
 	// frontends is the number of frontends with this list.
 	frontends uint32
-	// members are in no order.
+	// members are in arbitrary order.
 	members []address
 }
 
@@ -141,8 +141,8 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// maxMisfits is the number of services that still do not fit after which retry stops,
-// because the map left may have very many services.
+// maxMisfits limits a call of retry, because the map left may have very many services.
+// The call stops when maxMisfits services still do not fit.
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.
@@ -173,8 +173,8 @@ func (d *dataplane) room() size {
 	return room
 }
 
-// usage has the numbers of elements in the maps, and of services that have frontends without
-// elements.
+// usage has the numbers of elements in the maps, and the number of services that have
+// frontends without elements.
 type usage struct{ frontends, endpoints, members, servicesLeft int }
 
 func (d *dataplane) usage() usage {
@@ -370,7 +370,7 @@ func (d *dataplane) leave(o *op, err error, missing map[*endpointList]struct{}) 
 // scan is the content of the maps.
 type scan struct {
 	frontends []found
-	// affinity has the frontends with session affinity, in seconds.
+	// affinity has the frontends with session affinity, and their timeouts in seconds.
 	affinity map[frontendKey]uint32
 	lists    map[uint64]*foundList // by ID
 	// orphanSlots and orphanMembers belong to no frontend.
@@ -378,7 +378,8 @@ type scan struct {
 	orphanMembers []memberKey
 }
 
-// found is a frontend in the map. Its list is nil if it contradicts another frontend.
+// found is a frontend in the map. If its value contradicts another frontend, the list is
+// nil.
 type found struct {
 	frontendKey
 	list *foundList

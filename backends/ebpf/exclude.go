@@ -25,8 +25,8 @@ const maxCgroupLevels, maxExcluded = 16, 4096
 type exclusions struct {
 	// missing has the paths of Options.ExcludedCgroups that did not exist.
 	missing map[string]bool
-	// kubepods are the directories of kubelet's cgroups for pods, and searched is the time of
-	// the last search for them.
+	// kubepods are the directories of kubelet's cgroups for pods. The backend last
+	// searched for them at the time searched.
 	kubepods []string
 	searched time.Time
 	// left is the number of excluded pods that did not fit into the map.
@@ -99,9 +99,10 @@ func (e *exclusions) podCgroups(log klog.Logger, root string, pods []types.UID) 
 // defines how many cgroups are above them.
 const maxKubepodsLevel = 4
 
-// findKubepods returns the directories of kubelet's cgroups for pods below root. Their name
-// is "kubepods" with the driver cgroupfs, and "kubepods.slice" or "kubelet-kubepods.slice",
-// for example, with the driver systemd. findKubepods does not search cgroups of pods.
+// findKubepods returns the directories of kubelet's cgroups for pods below root. With the
+// driver cgroupfs, their name is "kubepods". With the driver systemd, it is for example
+// "kubepods.slice" or "kubelet-kubepods.slice". findKubepods does not search cgroups of
+// pods.
 func findKubepods(root string) []string {
 	var dirs []string
 	top := strings.Count(filepath.Clean(root), "/")

@@ -38,7 +38,8 @@ func addressesOf(addrs ...string) *nodeAddresses {
 	return n
 }
 
-// withNodePort gives a service of function view node port 30080, for TCP and UDP.
+// withNodePort adds node port 30080, for TCP and UDP, to a service that the function view
+// returned.
 func withNodePort(s *api.Service) {
 	s.Type = api.NodePort
 	for i := range s.Ports {

@@ -47,7 +47,7 @@ func (k *fakeKernel) counts() counts {
 	return counts{k.frontends.written, k.slots.written, k.members.written, k.frontends.deleted + k.slots.deleted + k.members.deleted}
 }
 
-// written returns what a Sync wrote.
+// written returns the counts of a Sync.
 func (k *fakeKernel) written(c sink.Changes, views ...*api.View) counts {
 	k.t.Helper()
 	all := map[string]*api.View{}

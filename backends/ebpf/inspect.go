@@ -131,7 +131,7 @@ func (b *backend) endpointsOf(at frontendKey) (key frontendKey, lines []string, 
 	return key, lines, nil
 }
 
-// slotLine describes a slot with an endpoint and, if weights differ, another endpoint.
+// slotLine describes a slot: its endpoint and, if weights differ, its other endpoint.
 func slotLine(i int, a, other address) string {
 	if a.Other == 0 {
 		return fmt.Sprintf("slot %d: %s", i, a)

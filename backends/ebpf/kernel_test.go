@@ -464,8 +464,9 @@ func testCounts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Go calls getpeername for each connection. Its UDP socket is for both families: it sends
-	// an IPv4 datagram with an IPv4 address, and receives an IPv4-mapped one.
+	// Go calls getpeername for each connection. Its UDP socket is for both families: it
+	// sends an IPv4 datagram to an IPv4 address, and receives an answer with an
+	// IPv4-mapped address.
 	want := []map[string]uint64{
 		{
 			"connect4": 5, "connect6": 3, "getpeername4": 5, "getpeername6": 3,
@@ -863,7 +864,8 @@ func testExclusionAfterRestart(t *testing.T) {
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
 }
 
-// podSource is the source of the UIDs of excluded pods. While it is nil, they are unknown.
+// podSource is the source of the UIDs of excluded pods. While it is nil, the UIDs are
+// unknown.
 type podSource []types.UID
 
 func (s *podSource) get() ([]types.UID, bool) { return *s, *s != nil }
@@ -943,8 +945,8 @@ func testUnknownPodsStayExcluded(t *testing.T) {
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
 }
 
-// If there are more pods than the map has room for, this causes no error and excludes no
-// other processes.
+// If there are too many pods for the map, this causes no error and excludes no other
+// processes.
 func TestExcludedPodsAreLimited(t *testing.T) {
 	n := newNode(t, Options{ExcludedCgroups: []string{"mesh"}})
 	mesh, kubepods := n.ns.Cgroup.Below(t, "mesh"), n.ns.Cgroup.Below(t, "kubepods")
@@ -1276,8 +1278,8 @@ func testNewLayout(t *testing.T) {
 	if err := n.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	// Imitate another version of kpng, whose map has elements of the same size and another
-	// meaning.
+	// Imitate another version of kpng, whose map has elements of the same size, but with
+	// another meaning.
 	spec, err := loadConnect()
 	if err != nil {
 		t.Fatal(err)

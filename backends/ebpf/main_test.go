@@ -100,8 +100,8 @@ func (n *node) tryStart() error {
 	return n.ns.Do(func() error { return b.Start(n.t.Context()) })
 }
 
-// useNFTables puts the nftables backend below the backend, which it restarts. The namespace
-// gets a route to cluster IPs, so that packets that the programs leave reach the rules.
+// useNFTables restarts the backend above the nftables backend. The namespace gets a route
+// to cluster IPs, so that packets that the programs leave reach the rules.
 func (n *node) useNFTables() {
 	n.t.Helper()
 	n.ns.Route(n.t, "10.96.0.0/16", "", "lo")

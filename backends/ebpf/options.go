@@ -19,9 +19,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Options are the settings of the dataplane. Of [backends.Options], it supports only
-// Instance, NodeAddresses, Stats and Observer; set the remaining ones in the options of the
-// other sink (see [New]). Without NodeAddresses, the other sink handles all node ports.
+// Options are the settings of the dataplane. The dataplane supports only these fields of
+// [backends.Options]: Instance, NodeAddresses, Stats and Observer. Set the other fields
+// in the options of the other sink (see [New]). Without NodeAddresses, the other sink
+// handles all node ports.
 //
 // The maps and links are in the directory "kpng-ebpf", or for an instance
 // "kpng-ebpf-<Instance>", below BPFFS. Instance has at most 64 letters, digits, "-" and "_".
@@ -61,9 +62,9 @@ type Options struct {
 	// ExcludedPods returns the UIDs of pods whose cgroups are excluded, too. For a static
 	// pod, this is the UID that kubelet uses, not the UID of the mirror pod. Pods without a
 	// cgroup on this node are ignored. Together with ExcludedCgroups, at most 4,096 cgroups
-	// are excluded. Start and Verify call the function; it must not block. While the caller
-	// does not know the pods, known is false, and the pods that the programs exclude stay
-	// excluded. Default: no pods.
+	// are excluded. Start and Verify call the function; it must not block. While the
+	// caller does not know the pods, the result known is false. Then the programs
+	// continue to exclude the same pods. Default: no pods.
 	ExcludedPods func() (pods []types.UID, known bool)
 	// TCPOnly restricts the programs to TCP. The other sink handles all UDP ports.
 	TCPOnly bool

@@ -120,7 +120,7 @@ type peer struct{ Service, Endpoint address }
 // size is a number of elements of each map.
 type size struct{ frontends, endpoints, members int }
 
-// fits reports whether each number of s is at most the same number of o.
+// fits reports whether no number of s is larger than the same number of o.
 func (s size) fits(o size) bool {
 	return s.frontends <= o.frontends && s.endpoints <= o.endpoints && s.members <= o.members
 }
@@ -186,12 +186,13 @@ type planner struct {
 	// below has the traffic parameters that the other sink honours.
 	below nodeview.Parameters
 	seed  maphash.Seed
-	// share is the largest size of a service.
+	// share is the maximum size of a service.
 	share size
 }
 
-// plan returns the frontends that the programs handle for a view. If the service needs more
-// than its share of a map, there are none, and the result tooLarge says why.
+// plan returns the frontends that the programs handle for a view. If the service needs
+// more than its share of a map, plan returns no frontends, and the result tooLarge says
+// why.
 func (p *planner) plan(view *api.View) (all []wanted, tooLarge string) {
 	s := servicePlan{planner: p, view: view, lists: map[listKey]*endpointList{}}
 	var rest []*nodeview.Frontend
@@ -234,8 +235,8 @@ type servicePlan struct {
 	view   *api.View
 	all    []wanted
 	needed size
-	// lists has the lists by ID and members. For each ID, the first list is also there
-	// without members in the key.
+	// The keys of lists have the ID and the members of a list. The first list of each ID
+	// also has a key without members.
 	lists map[listKey]*endpointList
 	// own has the members of lists with session affinity. existing has the members of UDP
 	// ports.
@@ -305,7 +306,8 @@ func (s *servicePlan) members(addresses []address) memberSet {
 	return m
 }
 
-// ownMembers returns the endpoints of a frontend, which clients with session affinity keep.
+// ownMembers returns the endpoints of a frontend. Clients with session affinity keep
+// these endpoints.
 func (s *servicePlan) ownMembers(f *nodeview.Frontend) memberSet {
 	m, ok := s.own[f.Node.List]
 	if !ok {

@@ -33,7 +33,7 @@ type programs struct {
 	links []link.Link
 	// netNS is the network namespace in which the backend started.
 	netNS *os.File
-	// sweepsUDP is true if the backend can destroy UDP sockets there.
+	// sweepsUDP is true if the backend can destroy UDP sockets in netNS.
 	sweepsUDP bool
 	// lock is the directory of the instance, which the process has opened and locked.
 	lock *os.File
@@ -65,8 +65,8 @@ func (p *programs) hooks() []hook {
 	}
 }
 
-// netNSFD returns the file descriptor of the network namespace in which the backend started,
-// or 0 if it is not started.
+// netNSFD returns the file descriptor of the network namespace in which the backend
+// started, or 0 if the backend is not started.
 func (p *programs) netNSFD() int {
 	if p == nil {
 		return 0
@@ -159,10 +159,10 @@ func setVariables(spec *ebpf.CollectionSpec, o *Options) error {
 
 // layouts has the version of each map's layout, except for maps with version 1. A change of
 // the meaning or the size of keys and values must increase the version. The kernel's name
-// of a map ends with it.
+// of a map ends with the version.
 var layouts = map[string]int{"counters": 3, "udp_peers": 2, "slots": 2}
 
-// mapSpecs sets the names and sizes of the maps, and returns those that are pinned.
+// mapSpecs sets the names and sizes of the maps, and returns the maps that are pinned.
 func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
 	all := maps.Clone(spec.Maps)
 	maps.DeleteFunc(all, func(name string, _ *ebpf.MapSpec) bool { return strings.HasPrefix(name, ".") }) // such as .rodata
@@ -216,9 +216,9 @@ func closeMaps(all map[string]*pinnedMap) {
 }
 
 // sortMaps compares the maps that this version needs with the pinned maps of the same
-// names. The process uses the pinned maps in adopted. For those in resized, it makes larger
-// or smaller maps with the same elements. For those in foreign, it makes empty maps,
-// because there is no pinned map or it has another layout.
+// names. The process uses the pinned maps of the result adopted. For the maps of resized,
+// it makes larger or smaller maps with the same elements. For the maps of foreign, it
+// makes empty maps, because the pinned map is missing or has another layout.
 //
 // If a map is foreign, the map heartbeat is too. Then the programs leave all connections to
 // the other sink until the first pass has ended. Otherwise, while programs of both versions
@@ -393,7 +393,8 @@ func sameMap(a, b *ebpf.Map) (bool, error) {
 	return idA == idB, nil
 }
 
-// checkKernel returns an error that names what the kernel or the process lacks.
+// checkKernel returns an error that names the missing features of the kernel, or the
+// missing capabilities of the process.
 func checkKernel() error {
 	if err := checkCapabilities(); err != nil {
 		return err

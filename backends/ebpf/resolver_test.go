@@ -58,9 +58,9 @@ func (s *dnsServer) serve(c *net.UDPConn) {
 	}
 }
 
-// testResolvers asks for names while endpoints of the name service are added and removed,
-// with getaddrinfo of the C library and with Go's resolver. Both use connected UDP sockets.
-// A question that is lost is repeated after five seconds.
+// testResolvers asks for names while endpoints of the name service are added and removed.
+// The resolvers are getaddrinfo of the C library and Go's resolver, which both use
+// connected UDP sockets. A question that is lost is repeated after five seconds.
 func testResolvers(t *testing.T) {
 	if !sweepsUDP(t) {
 		return

@@ -13,11 +13,11 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// slots are the slots of a list. A program chooses one of the slots 0 to n-1 at random. If
-// the weights of the endpoints differ, others has a second endpoint for each slot. A
-// program then uses the second endpoint with the probability Other / 65536. So endpoints
-// get shares according to their weights (alias method of Walker and Vose), and the choice
-// takes at most two look-ups for any weights.
+// slots are the slots of a list. A program chooses one of the slots 0 to n-1 at random.
+// If the weights of the endpoints differ, the field others has a second endpoint for each
+// slot. A program then uses the second endpoint with the probability Other / 65536. So
+// endpoints get shares according to their weights (alias method of Walker and Vose), and
+// the choice takes at most two look-ups for any weights.
 type slots struct {
 	endpoints, others []address
 }
@@ -34,15 +34,15 @@ func slotsOf(targets []nodeview.Target) slots {
 		return s
 	}
 	s.others = slices.Clone(s.endpoints)
-	// rest[i] is the share of endpoint i that no slot has yet. A slot has the share total, so
-	// all n endpoints together have n times total.
+	// rest[i] is the share of endpoint i that no slot has yet. The share of a slot is
+	// total, so the n endpoints together have the share n times total.
 	rest, total := make([]uint64, len(targets)), uint64(0)
 	for i, t := range targets {
 		rest[i] = weight(t) * uint64(len(targets))
 		total += weight(t)
 	}
-	// The slot of an endpoint that needs less than one slot is filled by an endpoint that
-	// needs more.
+	// An endpoint that needs less than one slot is in small. An endpoint in large fills
+	// the rest of that slot.
 	var small, large []int
 	for i := range rest {
 		if rest[i] < total {

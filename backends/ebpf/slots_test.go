@@ -25,8 +25,8 @@ func targets(weights ...int32) []nodeview.Target {
 	return all
 }
 
-// The share of each endpoint must differ from the right one by at most 1/65536 of a slot for
-// each slot.
+// For each slot, the share of an endpoint may differ from the right share by at most
+// 1/65536 of a slot.
 func TestSlotsHaveTheShares(t *testing.T) {
 	many := make([]int32, 1000)
 	for i := range many {

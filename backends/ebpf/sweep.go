@@ -37,7 +37,7 @@ type sweeper struct {
 	protocol uint8
 	// peers has the records of the programs by the cookies of sockets.
 	peers *ebpf.Map
-	// lost returns the connections in the argument all whose sockets must be destroyed.
+	// lost selects, from all connections, those whose sockets must be destroyed.
 	lost func(all []connection) ([]connection, error)
 	wake chan struct{} // has a value if a sweep is due
 	stop context.CancelFunc
@@ -77,8 +77,8 @@ func (s *sweeper) run(ctx context.Context) {
 			return
 		case <-s.wake:
 		}
-		// The second sweep finds sockets whose endpoint was chosen before the change, and that
-		// were not yet connected during the first one.
+		// During the first sweep, a socket may not be connected yet, although its
+		// endpoint was chosen before the change. The second sweep finds such sockets.
 		for range 2 {
 			start := time.Now()
 			if err := s.sweep(); err != nil {

@@ -132,8 +132,8 @@ func testDestroyedUDP(t *testing.T) {
 	n.mustAnswer(direct, endpoints[0])
 }
 
-// testForgottenUDP checks that no record remains of sockets that are closed, or connected to
-// something else.
+// testForgottenUDP checks that the records of a socket are deleted when the socket is
+// closed, or connected to something else.
 func testForgottenUDP(t *testing.T) {
 	if !sweepsUDP(t) {
 		return

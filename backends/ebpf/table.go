@@ -22,8 +22,8 @@ type table[K comparable, V any] interface {
 	set(keys []K, values []V) (int, error)
 	// delete deletes the elements with these keys. A missing element is no error.
 	delete(keys []K) error
-	// each calls f for each element that does not change meanwhile, and perhaps for others. It
-	// ends early if ctx ends.
+	// each calls f for every element that does not change meanwhile, and perhaps for
+	// other elements. It ends early if ctx ends.
 	each(ctx context.Context, f func(K, V)) error
 }
 
@@ -121,7 +121,7 @@ func (t kernelTable[K, V]) each(ctx context.Context, f func(K, V)) error {
 	}
 }
 
-// replace makes wanted the only elements of t. It writes only what differs.
+// replace makes t equal to the argument wanted. It writes only the differences.
 func (t kernelTable[K, V]) replace(ctx context.Context, wanted map[K]V) error {
 	missing := maps.Clone(wanted)
 	var stale []K

@@ -44,8 +44,8 @@ func (n *node) repin(name string, m *ebpf.Map) {
 	}
 }
 
-// testForeignFiles replaces pinned maps and links by those that another version of kpng, or
-// another program, could have made.
+// testForeignFiles replaces pinned maps and links by other files. Another version of
+// kpng, or another program, could have made these files.
 func testForeignFiles(t *testing.T) {
 	n := newNode(t, Options{MaxFrontends: 100, MaxEndpoints: 100, MaxMembers: 100, MaxClients: 100})
 	n.serveAt(endpoints[0])

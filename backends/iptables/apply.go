@@ -61,10 +61,10 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 	return list
 }
 
-// takeElements adds the held elements with an address of a service to the service's old
-// record. Therefore prune keeps these elements if the service fails. Elements contain no
-// service name, only an address. If this pass has already programmed the service,
-// takeElements adds none.
+// takeElements adds held elements to the old record of a service: the elements with an
+// address of this service. Therefore prune keeps these elements if the service fails.
+// Elements contain no service name, only an address. If this pass has already programmed
+// the service, takeElements adds none.
 func (t *ruleset) takeElements(key types.NamespacedName, view *api.View) {
 	if t.holding() {
 		t.delivered[key] = true

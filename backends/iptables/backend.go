@@ -471,7 +471,8 @@ func (b *backend) Verify(ctx context.Context) error {
 	case b.leftovers.Due(begin):
 		return fmt.Errorf("the last pass left old rules, or could not use sets: %w", sink.ErrStartOver)
 	}
-	// Without rules, no service works. So their loss is found even during a pause.
+	// Without rules, no service works. So Verify finds the loss of rules even during a
+	// pause.
 	var errs []error
 	for _, t := range b.rulesets {
 		err := t.checkLoss(ctx)
@@ -508,8 +509,8 @@ func (b *backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// drifted returns the error that Verify returns for the [kernelnode.Difference] err in the
-// rules of t. The returned error requests a new pass.
+// drifted returns the error of Verify after it found err, a [kernelnode.Difference] in
+// the rules of t. The returned error requests a new pass.
 func (b *backend) drifted(t *ruleset, begin time.Time, err error) error {
 	b.known = false
 	b.opts.Observer.Drifted(true)

@@ -31,7 +31,8 @@ func many(n int) []*api.View {
 	return list
 }
 
-// passOf returns a pass that delivers views in batches of the size that a driver uses.
+// passOf returns a pass that delivers views. Its batches have the same size as a driver's
+// batches.
 func passOf(views []*api.View) (batches []*sink.Changes) {
 	for some := range slices.Chunk(views, 10_000/11) {
 		c := batch(some...)
@@ -143,8 +144,8 @@ func BenchmarkVerify(b *testing.B) {
 	})
 }
 
-// BenchmarkLargeServices measures the CPU time and the lines that each change of a large
-// service costs, and a change of another service beside it.
+// BenchmarkLargeServices measures the CPU time and the lines for each change of a large
+// service, and for a change of another service beside it.
 func BenchmarkLargeServices(b *testing.B) {
 	for _, c := range []struct {
 		name  string

@@ -13,8 +13,8 @@ import (
 	"strings"
 )
 
-// attempts is the number of consecutive failures of begin after which their cause counts
-// as permanent.
+// attempts is a number of consecutive failures of begin. After so many failures, their
+// cause counts as permanent.
 const attempts = 3
 
 // setAttempts is the number of attempts to read and repair the sets before a pass uses
@@ -23,8 +23,8 @@ const attempts = 3
 const setAttempts = 2
 
 // commit writes the changed elements and chains if they differ from those in the kernel.
-// If it fails, the kernel may have some of the changes. Then the next commit writes these
-// elements and chains again.
+// If commit fails, the kernel may have some of the changes. Then the next commit writes
+// these elements and chains again.
 func (t *ruleset) commit(ctx context.Context) error {
 	var add, remove []element
 	for e := range t.changedElements {

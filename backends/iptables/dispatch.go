@@ -17,12 +17,12 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Dispatch chains form a tree. The chain services selects one of 16 chains by the lowest
-// four bits of the destination address. Each of these 16 chains selects one of 16 further
-// chains by the next four bits. The chain nodePorts selects a chain by protocol and port.
-// If an address has many ports, a subchain for the address selects one of its own subchains
-// by protocol and port. So packets to other addresses of the dispatch chain pass only one
-// rule for all these ports.
+// Dispatch chains form a tree. The chain "services" selects one of 16 chains by the
+// lowest four bits of the destination address. Each of these 16 chains selects one of 16
+// further chains by the next four bits. The chain nodePorts selects a chain by protocol
+// and port. If an address has many ports, a subchain for the address selects one of its
+// own subchains by protocol and port. So packets to other addresses of the dispatch chain
+// pass only one rule for all these ports.
 
 // dispatchChain returns the name, without the prefix, of the chain that has the entry of a
 // frontend.
@@ -73,7 +73,7 @@ const lastRank = 9
 var ranks = map[byte]int{'E': 1, 'G': 2, 'K': 2, 'L': 3, 'C': 4, 'F': 4, 'X': 4, 'B': 5, 'A': 6}
 
 // parent returns the name of the chain that leads to a dispatch chain. Both names are
-// without the prefix. The chain services is the root, so its parent is "".
+// without the prefix. The chain "services" is the root, so its parent is "".
 func parent(suffix string) string {
 	switch {
 	case suffix == services:
@@ -161,7 +161,7 @@ const manyEntries = 16
 
 // arrange returns the entries of a dispatch chain, and the rules of its subchains by name.
 // The argument rests maps the match of an entry to the rest of its rule. An entry for one
-// port of an address precedes the entry for all its ports.
+// port of an address precedes the entry for all ports of the address.
 func (r *renderer) arrange(rests map[string]string) (entries []string, subchains map[string][]string) {
 	matches := slices.Collect(maps.Keys(rests))
 	slices.SortFunc(matches, func(a, b string) int { return strings.Compare(b, a) })

@@ -74,7 +74,7 @@ func TestBadServiceFailsAlone(t *testing.T) {
 		}
 		p.mend()
 		mustSync(t, b, batch(views[2], views[9]))
-		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 4 { // each endpoint has a rule for known and one for new clients
+		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 4 { // each endpoint has a rule for known clients and one for new clients
 			t.Errorf("not repaired:\n%s", text)
 		}
 		b.leftovers.PassAt = time.Time{}
@@ -572,8 +572,8 @@ func TestEndpointWithAddressOfFrontend(t *testing.T) {
 	}
 }
 
-// programs has a link to each program that a backend may run. A test may replace them by
-// shell scripts, also while the backend runs.
+// programs has a link to each program that a backend may run. A test may replace the
+// links by shell scripts, also while the backend runs.
 type programs struct {
 	tb  testing.TB
 	dir string
@@ -1069,8 +1069,8 @@ func TestEditRepeatedDuringPass(t *testing.T) {
 	})
 }
 
-// startBesideOthers starts a backend that serves web, in a namespace with a chain OTHERS.
-// It also returns the rules at that time.
+// startBesideOthers starts a backend with the service web, in a namespace with a chain
+// OTHERS. It also returns the rules after the start.
 func startBesideOthers(t *testing.T, ns *netnstest.Namespace, v variant) (b *backend, web *api.View, rules string) {
 	ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
 	b = start(t, ns, v)
@@ -1593,8 +1593,8 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 				},
 			},
 		})
-		// until receives results of Sync until the function ok returns true for a
-		// result. It fails the test if no result arrives for a minute.
+		// until receives results of Sync. It returns when the function ok returns true
+		// for a result. It fails the test if no result arrives for a minute.
 		until := func(what string, ok func(sink.SyncResult) bool) {
 			t.Helper()
 			var last error

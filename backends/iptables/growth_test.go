@@ -80,7 +80,7 @@ func (s shape) view(svc *api.Service, absent ...int) *api.View {
 	return sinktest.View(node, svc, strings.Join(words, " "))
 }
 
-// program returns a renderer for IPv4, and what it renders for a service of this shape.
+// program returns a renderer for IPv4, and its output for a service of this shape.
 func (s shape) program(withSets bool) (*renderer, *rendered) {
 	opts := &Options{}
 	if err := opts.complete(); err != nil {
@@ -128,8 +128,8 @@ func TestCostIsProportional(t *testing.T) {
 	}
 }
 
-// follow adds to out, for each target, the probability that a packet that enters a chain
-// reaches it.
+// follow adds probabilities to out. The argument probability is that of entering the
+// chain, and the result for a target is the probability of reaching the target.
 func (r *rendered) follow(t *testing.T, chain string, probability float64, out map[string]float64) {
 	rest := probability
 	for rule := range strings.SplitSeq(r.chains[chainID{nat, chain}], "\n") {
@@ -466,7 +466,7 @@ func TestDriftOfSourceRanges(t *testing.T) {
 	}
 }
 
-// kernelState is the state that the inputs of the programs lead to.
+// kernelState is the state that results from the inputs of the programs.
 type kernelState struct {
 	chains map[chainID][]string
 	sets   map[string][]string

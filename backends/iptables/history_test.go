@@ -38,12 +38,13 @@ func TestHistories(t *testing.T) {
 	}
 }
 
-// faultyPrograms are scripts in place of iptables-restore and ipset. If the file with the
-// name of a kind of fault exists, they fail if their input matches a pattern in that file.
+// faultyPrograms are scripts in place of iptables-restore and ipset. A file with the name
+// of a kind of fault contains patterns. The scripts fail if their input matches one of
+// the patterns.
 type faultyPrograms struct{ dir string }
 
-// The kinds of faults. Each program fails: with refuse, it does nothing; with lose, it
-// first does everything; with part, it first does one transaction.
+// The kinds of faults. With each kind, a program fails. With "refuse", it does nothing.
+// With "lose", it first does everything. With "part", it first does one transaction.
 var faultKinds = []string{"refuse", "lose", "part"}
 
 const faultyProgram = `#!/bin/sh

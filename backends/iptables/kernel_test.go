@@ -291,7 +291,8 @@ func TestChangeWritesOnlyItsService(t *testing.T) {
 			change *sink.Changes
 			limit  int
 		}{
-			// The limit is the lines *nat and COMMIT, a line for the chain, and ten rules.
+			// The limit includes the lines *nat and COMMIT, a line for the chain, and ten
+			// rules.
 			"one endpoint": {batch(view("s00007", "10.96.0.7", "10.0.0.1 10.0.1.1 10.0.1.2 10.0.1.3 10.0.1.4 10.0.1.5 10.0.1.6 10.0.1.7 10.0.1.8 10.0.1.9")), 13},
 			// This limit also includes a dispatch chain in each table.
 			"a new service": {batch(view("new", "10.97.0.7", "10.0.0.1")), 20},

@@ -26,8 +26,8 @@ type listID struct {
 	protocol api.Protocol
 	// port is the port of the frontends if the chain keeps the port of packets, or else 0.
 	port int32
-	// servicePort is not 0 if the list has session affinity or counters, because each service
-	// port has its own.
+	// servicePort is not 0 if the list has session affinity or counters. Then each
+	// service port has a chain of its own.
 	servicePort int32
 }
 
@@ -43,8 +43,8 @@ type keptList struct {
 // a set can masquerade the connections of endpoints to themselves, with fewer rules.
 const manyPorts = 16
 
-// list adds the chain that selects an endpoint of t, and returns its name. It returns ""
-// if the verdict of t is not Forward.
+// list adds the chain that selects an endpoint of t, and returns the name of the chain.
+// It returns "" if the verdict of t is not Forward.
 func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string {
 	if t.Verdict != nodeview.Forward {
 		return ""
@@ -94,8 +94,8 @@ func (s *serviceRenderer) keptList(f *nodeview.Frontend, endpoints []nodeview.Ta
 	return chain
 }
 
-// largeList is the number of endpoints from which a list is divided into groups, and
-// groupSize is the mean number of endpoints in a group.
+// A list with at least largeList endpoints is divided into groups. The mean number of
+// endpoints in a group is groupSize.
 const largeList, groupSize = 128, 16
 
 // groups divides a list into groups. If one endpoint is added or removed, only its group
@@ -145,9 +145,9 @@ func (s *serviceRenderer) addList(chain string, f *nodeview.Frontend, endpoints 
 	s.out.add(nat, chain, append(known, random...))
 }
 
-// endpoints returns the rules that select one of the endpoints. With session affinity, the
-// rules of known select the endpoint of a known client. The rules of random select an
-// endpoint at random, by weight.
+// endpoints returns the rules that select one of the endpoints. With session affinity,
+// the rules in the result known select the endpoint of a known client. The rules in the
+// result random select an endpoint at random, by weight.
 func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target) (known, random []string) {
 	rest := weightOf(list)
 	for i := range list {

@@ -105,9 +105,10 @@ func (r *runner) chainUsers(ctx context.Context, id chainID) (n int, err error) 
 }
 
 // checkEntries counts the entries of each table in flavour legacy. It returns a
-// [kernelnode.Difference] if a table has fewer entries than the instance wrote. If since
-// the last call a table has lost at least as many entries as the instance has rules there,
-// these rules may be lost. Then checkEntries compares all rules.
+// [kernelnode.Difference] if a table has fewer entries than the instance wrote. It also
+// compares the number of entries that a table has lost since the last call with the
+// number of the instance's rules there. If the first number is not smaller, these rules
+// may be lost, and checkEntries compares all rules.
 func (t *ruleset) checkEntries(ctx context.Context) error {
 	entries := map[string]int{}
 	for _, table := range tables {

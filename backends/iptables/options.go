@@ -27,15 +27,16 @@ import (
 type Options struct {
 	backends.Options
 
-	// Flavour selects the programs of iptables: "nft" for those that write to nf_tables, such
-	// as iptables-nft-restore, "legacy" for those that write to ip_tables, such as
-	// iptables-legacy-restore, or "detect". All programs of a node should use the same
-	// flavour, because it is not obvious in which order the kernel evaluates rules of
-	// different flavours. The value "detect" selects the flavour in which kubelet made its
-	// chain KUBE-IPTABLES-HINT or KUBE-KUBELET-CANARY. If neither flavour has such a chain,
-	// it selects the flavour with more rules. If both flavours have the same number of rules,
-	// it selects the flavour of the program iptables. The image of kube-proxy detects the
-	// flavour in the same way. Default: "detect".
+	// Flavour selects the programs of iptables. The value "nft" selects programs that
+	// write to nf_tables, such as iptables-nft-restore. The value "legacy" selects
+	// programs that write to ip_tables, such as iptables-legacy-restore. All programs of
+	// a node should use the same flavour, because it is not obvious in which order the
+	// kernel evaluates rules of different flavours. The value "detect" selects the
+	// flavour in which kubelet made its chain KUBE-IPTABLES-HINT or KUBE-KUBELET-CANARY.
+	// If neither flavour has such a chain, it selects the flavour with more rules. If
+	// both flavours have the same number of rules, it selects the flavour of the program
+	// iptables. The image of kube-proxy detects the flavour in the same way. Default:
+	// "detect".
 	Flavour string
 
 	// WithoutIPSet makes the dataplane use rules in place of sets, even if the program ipset
@@ -58,7 +59,7 @@ type Options struct {
 
 type public = Options
 
-// options are the public options, and what only tests replace.
+// options are the public options, and functions that only tests replace.
 type options struct {
 	public
 	// lookPath returns the path of a program, and socket makes a socket that counts rules of

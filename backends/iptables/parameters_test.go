@@ -33,8 +33,8 @@ func weighted(weights ...int32) *api.View {
 	return v
 }
 
-// TestWeightsAreShares connects to a service with few endpoints, and to one with so many
-// that the chain leads to groups.
+// TestWeightsAreShares connects to a service with few endpoints, and to a service whose
+// chain leads to groups of endpoints.
 func TestWeightsAreShares(t *testing.T) {
 	eachVariant(t, func(t *testing.T, _ *netnstest.Namespace, v variant) {
 		for name, weights := range map[string][]int32{"few": {1, 2, 7}, "many": append([]int32{6500, 6500}, repeat(100, 130)...)} {

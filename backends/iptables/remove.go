@@ -51,8 +51,8 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 	}
 	for _, list := range t.held {
 		for _, e := range list {
-			// The address of such an element is that of an endpoint, and any failing service may
-			// need it.
+			// Such an element has the address of an endpoint, and any failing service may
+			// need the element.
 			if e.set != hairpinSet || len(failing) == 0 {
 				t.use(e, -1)
 			}

@@ -226,8 +226,8 @@ func (r *renderer) jumps() map[chainID]string {
 	}
 }
 
-// skeleton returns the content that does not depend on services. The chains services and
-// nodePorts are not part of it, because they are dispatch chains.
+// skeleton returns the content that does not depend on services. The dispatch chains
+// services and nodePorts are not part of it.
 func (r *renderer) skeleton() *rendered {
 	out := newRendered()
 	bit := fmt.Sprintf("%#x", r.opts.MasqueradeMark)
@@ -259,9 +259,9 @@ func (r *renderer) skeleton() *rendered {
 }
 
 // outsiders returns the rules that mark packets to cluster IPs. With MasqueradeAll, they
-// mark all these packets, and with MasqueradeOutsiders, those from outside the pod
-// network. If the options define no pods of the family, MasqueradeOutsiders adds no
-// rules.
+// mark all these packets. With MasqueradeOutsiders, they mark the packets from outside
+// the pod network. If the options define no pods of the family, MasqueradeOutsiders adds
+// no rules.
 func (r *renderer) outsiders() (rules []string) {
 	if !r.marksOutsiders() {
 		return nil

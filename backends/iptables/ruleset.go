@@ -11,13 +11,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ruleset has the rules of one family: those that the services need, and those in the
+// ruleset has the rules of one family: the rules that services need, and the rules in the
 // kernel. A change first modifies the needed rules. Then commit writes the differences.
 type ruleset struct {
 	renderer
 	run *runner
 
-	// records has what each service needs. Until a pass has programmed a service, the
+	// records has the record of each service. Until a pass has programmed a service, the
 	// service's record has the entries that the kernel had when the pass began.
 	records map[types.NamespacedName]*record
 	// chains has the rules of each needed chain.
@@ -47,7 +47,8 @@ type ruleset struct {
 	// inSets are the elements of the sets in the kernel. The value is false if the kernel may
 	// lack the element, because a change has failed.
 	inSets map[element]bool
-	// sure has the number of elements of each kind of set for which inSets has true.
+	// For each kind of set, sure has the number of elements whose value in inSets is
+	// true.
 	sure map[string]int
 	// inSources has the digest of the elements of each set of a source list in the kernel, or
 	// 0 if the digest is unknown.
@@ -60,8 +61,8 @@ type ruleset struct {
 	// jumpLines has, for each table, lines for iptables-restore. These lines insert or
 	// delete the jumps in the kernel's own chains.
 	jumpLines map[string][]string
-	// foreign has the rules of other programs that lead to chains of the instance, and that
-	// deleteForeign could not delete. The kernel keeps a chain while such a rule exists.
+	// foreign has rules of other programs that deleteForeign could not delete. They lead
+	// to chains of the instance. The kernel keeps a chain while such a rule exists.
 	foreign []foreignRule
 	// held has the elements that existed when the pass began, by address. Until the
 	// call of prune, the map users counts one additional reference to each of these
@@ -78,10 +79,11 @@ type ruleset struct {
 	// calls of begin that failed.
 	beginErr error
 	failures int
-	// inexact has the chains whose rules iptables-save prints in another form than this
-	// package writes them. The value is the digest of the printed rules. For one of the
-	// kernel's own chains, it is the digest of only the jump to the instance's chain. A chain
-	// is absent from inexact between a write of the chain and the next call of verifyRules.
+	// inexact has the chains for which iptables-save prints the rules in another form
+	// than this package. The value is the digest of the printed rules. For one of the
+	// kernel's own chains, it is the digest of only the jump to the instance's chain. A
+	// chain is absent from inexact between a write of the chain and the next call of
+	// verifyRules.
 	inexact map[chainID]uint64
 	// rewords is true if checkEdited found that iptables-save prints rules in another form.
 	// Then written has the chains that were written since the rules were last compared.

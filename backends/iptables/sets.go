@@ -156,8 +156,8 @@ const (
 	attrIP, attrCIDR, attrPort, attrProto, attrIP2 = 1, 3, 4, 7, 20 // IPSET_ATTR_IP, _CIDR, _PORT, _PROTO, _IP2
 )
 
-// elementText returns an element as an argument of the program ipset, given its
-// attributes.
+// elementText returns the element with these attributes, as an argument of the program
+// ipset.
 func elementText(data []byte) string {
 	text := appendAddress(nil, netfilter.Attribute(data, attrIP))
 	if bits := netfilter.Attribute(data, attrCIDR); len(bits) == 1 {

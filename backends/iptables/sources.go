@@ -35,9 +35,9 @@ type sourceList struct {
 // sourceType is the type of the sets of source lists, with their initial size.
 const sourceType = "hash:net hashsize 64"
 
-// mangleTarget returns the rest of a rule of table mangle that drops packets to f from
-// sources that f does not admit. It returns "" if f admits all sources. Table mangle is
-// before table nat, so a rule of another program cannot translate such packets first.
+// mangleTarget returns the rest of a rule of table mangle. The rule drops packets to f
+// from sources that f does not admit. It returns "" if f admits all sources. Table mangle
+// is before table nat, so a rule of another program cannot translate such packets first.
 func (s *serviceRenderer) mangleTarget(f *nodeview.Frontend) string {
 	if !f.Sources.Restricted {
 		return ""

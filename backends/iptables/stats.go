@@ -21,7 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// counted is what a chain counts: the connections of a service port to an endpoint.
+// counted describes the connections that a chain counts: those of a service port to an
+// endpoint.
 type counted struct {
 	service  *api.View
 	port     *api.PortMapping // nil for an all-ports service
@@ -161,8 +162,8 @@ func hasLess(counts, last map[string]uint64) bool {
 	return false
 }
 
-// eachEntry calls f with the chain and the number of packets of each rule of table nat with
-// the target DNAT, in flavour legacy.
+// eachEntry calls f for each rule of table nat with the target DNAT, in flavour legacy.
+// The arguments of f are the rule's chain and its number of packets.
 func (r *runner) eachEntry(f func(chain []byte, packets uint64)) error {
 	info, err := r.tableInfo(nat)
 	if err != nil {

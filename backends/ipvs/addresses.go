@@ -191,9 +191,9 @@ func (l *localAddresses) remove(addr netip.Addr) error {
 	return nil
 }
 
-// useNodeSource gives the routes to IPv4 addresses an address of this node as their source.
-// Without it, the kernel uses the destination as the source of the node's own connections.
-// These connections would end when the interface is deleted.
+// useNodeSource makes an address of this node the source of the routes to IPv4 addresses.
+// Without this source, the kernel uses the destination as the source of the node's own
+// connections. These connections would end when the interface is deleted.
 func (l *localAddresses) useNodeSource() error {
 	link, err := l.connectAndFind()
 	if err != nil || link == nil {
@@ -220,8 +220,8 @@ func (l *localAddresses) useNodeSource() error {
 	return nil
 }
 
-// connectedSockets returns the number of TCP and UDP sockets that are connected and have
-// an address of the instance's routes as their local address.
+// connectedSockets returns the number of connected TCP and UDP sockets whose local
+// address has one of the instance's routes.
 func (l *localAddresses) connectedSockets() (n int, err error) {
 	if l.link == 0 {
 		return 0, nil // no interface

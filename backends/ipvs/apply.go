@@ -86,7 +86,7 @@ type op = reconcile.Op[element, objectValue]
 type setFrontend struct {
 	*op
 	id       serverID
-	is, want *frontendState // what the kernel has, and what is needed
+	is, want *frontendState // the state in the kernel, and the needed state
 }
 
 // Apply implements [reconcile.Dataplane].
@@ -201,9 +201,9 @@ func (d *dataplane) Apply(_ context.Context, ops []op) error {
 	return nil
 }
 
-// delete executes the operations that delete objects. It adds those that fail to failed. The
-// comment of Apply explains why it deletes some virtual servers before their elements, and
-// others after their elements.
+// delete executes the operations that delete objects. It adds operations that fail to the
+// argument failed. The comment of Apply explains why it deletes some virtual servers
+// before their elements, and others after their elements.
 func (d *dataplane) delete(ops []op, failed reconcile.Failed[element]) error {
 	var before, after []*op
 	var remove []element
@@ -407,7 +407,7 @@ func (d *dataplane) tryServer(f *setFrontend) error {
 	return nil
 }
 
-// without returns the elements of list that the list other lacks.
+// without returns the elements of list that are not in other.
 func without(list, other []element) (rest []element) {
 	for _, e := range list {
 		if !slices.Contains(other, e) {

@@ -33,8 +33,8 @@ type backend struct {
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
 	rest      rest
-	// idleAt is the time of the next call of removeIdle. Until searchAt, the backend does
-	// not search for those changes by other programs that only a pass can repair.
+	// idleAt is the time of the next call of removeIdle. After the time searchAt, the
+	// backend searches again for changes by other programs that only a pass can repair.
 	idleAt, searchAt time.Time
 	pause            kernelnode.DriftPause
 }
@@ -168,7 +168,7 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	}
 	switch {
 	case c.First:
-		d.conn.close() // so that open reads the family's number again, which a reload of ip_vs changes
+		d.conn.close() // so that open reads the family's number again: a reload of ip_vs changes it
 		if err := d.conn.open(); err != nil {
 			return err
 		}
@@ -221,7 +221,8 @@ func (b *backend) verify(ctx context.Context) error {
 		b.idleAt = time.Now().Add(kernelnode.PauseFactor * time.Since(now))
 	}
 	if d.known {
-		// Without these objects, no service works. So their loss is found even during a pause.
+		// Without these objects, no service works. So Verify finds their loss even during
+		// a pause.
 		err = errors.Join(err, d.checkLoss(ctx))
 	}
 	if d.known && !now.Before(b.searchAt) {

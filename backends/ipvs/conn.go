@@ -75,8 +75,8 @@ func fallbackFlag(scheduler string) uint32 {
 type destination struct {
 	// weight is 0 if the destination gets no new connections.
 	weight uint32
-	// edited is true if the forwarding method or the thresholds of the destination are not
-	// those that setDestination sets.
+	// edited is true if the destination has another forwarding method or other thresholds
+	// than setDestination sets.
 	edited bool
 	// connections is the number of connections in all states.
 	connections uint32

@@ -26,8 +26,9 @@ import (
 // dataplane plans, lists and changes the objects of the instance, for package reconcile.
 // Calls must not overlap.
 //
-// If a part of an object cannot be programmed, Apply records what the kernel has, and the
-// service fails. So the next delivery of the service tries the rest again.
+// If a part of an object cannot be programmed, Apply records the present state of the
+// kernel, and the service fails. So the next delivery of the service tries the rest
+// again.
 type dataplane struct {
 	opts       *Options
 	observer   backends.Observer
@@ -40,15 +41,16 @@ type dataplane struct {
 	// known is true if the fields servers, elements and routes describe the kernel. If passing
 	// is true, the next listing begins a pass.
 	known, passing bool
-	// servers are the recorded frontends, elements are those of the table, and routes are the
-	// local addresses as localAddresses.list returns them.
+	// servers has the recorded frontends, elements has the elements of the table, and
+	// routes has the local addresses in the form of localAddresses.list.
 	servers  map[serverID]*frontendState
 	elements map[element]bool
 	routes   map[netip.Addr]bool
-	// leaving are virtual servers with destinations that get no new connections.
+	// leaving has the virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
-	// departing are the virtual servers that no service needs, and that have connections. They
-	// are not in servers. kept are the addresses that are local only because of them.
+	// departing has virtual servers that no service needs, but that still have
+	// connections. They are not in servers. The addresses in kept are local only because
+	// of these virtual servers.
 	departing map[netip.Addr]map[serverID]bool
 	kept      map[netip.Addr]bool
 	// compared is the generation of nf_tables in which the table was equal to the records, or
@@ -66,9 +68,9 @@ type dataplane struct {
 	// ports are the service ports of virtual servers, or nil without Options.Stats.
 	ports map[serverID]servicePort
 
-	// The fields below belong to one Sync. plans are the plans of the delivered views.
-	// failed are the services that could be programmed only in part. edits are the changes
-	// of lists of source ranges that are not written yet.
+	// The fields below belong to one Sync. The map plans has the plans of the delivered
+	// views, and failed has the services that could be programmed only in part. The
+	// changes of source-range lists in edits are not written yet.
 	plans  map[*api.View]*plan
 	failed sink.Failed
 	edits  map[types.NamespacedName]*sourcelists.Change
@@ -105,7 +107,8 @@ type (
 	}
 )
 
-// routes is the kind of the routes that make addresses local. They are not in the table.
+// routes is the kind of the routes that make addresses local. These routes are not in the
+// table.
 const routes = setKinds
 
 // objectValue is the value of an object. The key of an object is an element without its
@@ -231,7 +234,8 @@ func startOver(err error) error { return fmt.Errorf("%w (%w)", err, sink.ErrStar
 
 // readServers calls found for the virtual servers of this instance. The kernel's listing may
 // be incomplete. The function omitForeign finds a missing virtual server that a service
-// needs. The function deleteServer finds one whose element is in the table.
+// needs. The function deleteServer finds a missing virtual server whose element is in the
+// table.
 func (d *dataplane) readServers(ctx context.Context, found func(serverID, *server)) error {
 	servers, err := d.conn.list()
 	if err != nil {
@@ -303,8 +307,8 @@ func (d *dataplane) awaits(e element) (serverID, bool) {
 	return e.server(), d.elements[addressElement(e.addr())] // whether the address was made local
 }
 
-// record adds the recorded elements to their frontends, and records the frontends. It also
-// records the frontends in kept of which the kernel has nothing.
+// record adds the recorded elements to their frontends, and records the frontends. It
+// also records the frontends in kept for which the kernel has no objects.
 func (d *dataplane) record(all, kept map[serverID]*frontendState) {
 	for e := range d.elements {
 		if e.set.kind.describesFrontend() {

@@ -82,7 +82,8 @@ func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*dataplane
 		},
 		Drift: func(random *rand.Rand) { drift(tb, b.dataplane, random) },
 		Verify: func(ctx context.Context, _ sink.Sink) error {
-			// A second call removes the endpoints that the first one takes out of service.
+			// The second call removes the endpoints that the first call takes out of
+			// service.
 			for range 2 {
 				b.idleAt, b.searchAt = time.Time{}, time.Time{}
 				if err := b.Verify(ctx); err != nil {
@@ -259,7 +260,7 @@ func ownServers(tb testing.TB, d *dataplane) map[serverID]*server {
 	return all
 }
 
-// objects describes what the kernel has, without the numbers of lists of source ranges.
+// objects describes the objects in the kernel, without the numbers of source-range lists.
 func objects(tb testing.TB, d *dataplane) (lines []string) {
 	for id, s := range ownServers(tb, d) {
 		line := fmt.Sprintf("server %s %+v", id, s.settings)

@@ -76,8 +76,8 @@ type Options struct {
 	// dataplane for the same services must already run. Cleanup first leaves all new
 	// connections to that dataplane. Then it waits for two conditions: no established TCP
 	// or SCTP connection uses a virtual server, and no socket of this node has an address
-	// of a service as its local address. After this time, Cleanup does not wait for the
-	// remaining connections, which end. Default 0: Cleanup does not wait.
+	// of a service as its local address. After this time, Cleanup waits no longer, and
+	// the remaining connections end. Default 0: Cleanup does not wait.
 	Drain time.Duration
 }
 

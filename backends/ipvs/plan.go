@@ -86,12 +86,12 @@ type wanted struct {
 	// field existing has all endpoints to which flows may continue, sorted. Frontends with the
 	// same endpoints share the Go slices.
 	endpoints, existing []netip.AddrPort
-	// resets says which TCP connections end. It is empty if none do.
+	// resets says which TCP connections end. It is empty if no connections end.
 	resets nodeview.Existing
 	// weights has the weights of endpoints, or is nil if all are 1.
 	weights []uint32
-	// fallback is the scheduler of a new virtual server if the kernel lacks the scheduler of
-	// settings, or empty.
+	// A new virtual server gets the scheduler fallback if the kernel lacks the scheduler
+	// in settings. fallback may be empty.
 	fallback string
 }
 
@@ -104,14 +104,15 @@ func (w *wanted) weight(i int) uint32 {
 }
 
 // weighted maps a scheduler that ignores weights to the scheduler that replaces it if
-// weights differ. The scheduler sh has 256 entries, and an endpoint of weight w would take
-// w of them, so it gets no weights.
+// weights differ. The scheduler sh has 256 entries, and an endpoint of weight w would
+// take w of them, so sh gets no weights.
 var weighted = map[string]string{"rr": "wrr", "lc": "wlc"}
 
 // keeps reports whether existing connections to a destination continue after the
-// destination stops getting new connections. UDP flows to a removed endpoint end, and TCP
-// connections if the service requests that. Without a destination, IPVS forgets a connection
-// at the next packet of its client, and the kernel answers that packet with a reset.
+// destination stops getting new connections. UDP flows to a removed endpoint end. TCP
+// connections end if the service requests that. Without a destination, IPVS forgets a
+// connection at the next packet of its client, and the kernel answers that packet with a
+// reset.
 func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 	if p != api.UDP {
 		return !w.resets.Resets(at)
@@ -128,9 +129,9 @@ const maxDestinations = 1_000_000
 // plan returns the plan for view. If view is nil, the plan is empty. If IPVS cannot serve
 // the service, the plan has only the health checks of its load-balancer IPs. The function
 // listOf returns the number of the list with the source ranges of a frontend. If the
-// service needs more than maxDestinations, plan returns an error and no plan. Other errors
-// name what the plan lacks, or an invalid scheduler, in place of which the plan uses the
-// default scheduler.
+// service needs more than maxDestinations, plan returns an error and no plan. Other
+// errors name the missing parts of the plan, or an invalid scheduler, which the default
+// scheduler replaces.
 func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
 	out := &plan{}
 	if view == nil {
@@ -202,8 +203,8 @@ type endpointLists struct {
 	existing map[nodeview.Existing][]netip.AddrPort
 }
 
-// endpointList has the endpoints that get new connections, and their weights, as the type
-// wanted.
+// endpointList has the endpoints that get new connections, and their weights, like the
+// type wanted.
 type endpointList struct {
 	endpoints []netip.AddrPort
 	weights   []uint32
@@ -336,8 +337,8 @@ func (c *claims) conflict(id serverID) error {
 	return fmt.Errorf("%s: service %s has the same address and port as %s", id, c.nodePorts[id], nodeview.NodePort)
 }
 
-// resolve removes the frontends from p that belong to node ports. It returns an error that
-// names them.
+// resolve removes from p the frontends that belong to node ports. It returns an error
+// that names these frontends.
 func (c *claims) resolve(p *plan) error {
 	var errs []error
 	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {

@@ -45,8 +45,8 @@ func isUnsuitable(view *api.View) bool {
 	return view != nil && view.Service != nil && unsuitable(view.Service) != ""
 }
 
-// rest programs the services that IPVS cannot serve, with the backend nftables. Its table
-// exists only while there are such services. Calls must not overlap.
+// rest uses the backend nftables for services that IPVS cannot serve. The table exists
+// only while there are such services. Calls must not overlap.
 type rest struct {
 	opts *Options
 	// dataplane is nil while it is not started. begun is true after the beginning of its first
@@ -125,9 +125,9 @@ func (r *rest) verify(ctx context.Context) error {
 	return r.dataplane.Verify(ctx)
 }
 
-// sync programs the services of c that IPVS cannot serve, and calls ipvs with all of c,
-// except services that have failed. A service that moves between IPVS and the table is
-// added to one before it is removed from the other. So new connections always find the
+// sync programs the services of c that IPVS cannot serve. It calls the function ipvs with
+// c, without services that have failed. A service that moves between IPVS and the table
+// is added to one before it is removed from the other. So new connections always find the
 // service. If it cannot be added, it stays where it is, and fails. The argument addrs is
 // for node ports.
 func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source, ipvs func(*sink.Changes) error) error {
@@ -180,8 +180,8 @@ func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source,
 
 // lost divides removed into two lists: services that lose an address and port to another
 // service of c, and all other services. The first result also has the stuck services that
-// lose an address and port. The table removes them before the other service gets the
-// address and port.
+// lose an address and port. The table removes these services before the other service
+// gets the address and port.
 func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink.Change) {
 	if len(removed)+len(r.stuck) == 0 {
 		return nil, nil

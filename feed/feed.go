@@ -193,7 +193,7 @@ func size(state *api.ServiceState) int {
 	return 1 + int(elements.OfState(state).Total())
 }
 
-// addChanges adds the services whose views differ to u, in key order. If the zone of the
+// addChanges adds to u the services whose views differ, in key order. If the zone of the
 // node changed, it compares all services. Otherwise it compares the changed services in
 // delta. It does not compare large services.
 func (f *feed) addChanges(u *updates.Update, before, after view, delta revstore.Delta[types.NamespacedName, *api.ServiceState]) {

@@ -27,8 +27,8 @@ type views struct {
 // that need it.
 type lazyView func() *api.View
 
-// The method of returns a node's view of a service. The name of the node must be the same
-// in all calls.
+// The method "of" returns a node's view of a service. The name of the node must be the
+// same in all calls.
 func (v *views) of(state *api.ServiceState, from view) *api.View {
 	if v == nil || state == nil {
 		return from.of(state)

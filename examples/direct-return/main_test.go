@@ -99,8 +99,8 @@ func newLAN(t testing.TB, networks int) *lan {
 
 func tunnelMAC(node int) string { return fmt.Sprintf("02:00:00:00:00:%02x", node) }
 
-// addPod adds a pod to a node. For each connection, it writes its number and the client's address,
-// and then what it reads.
+// addPod adds a pod to a node. For each connection, the pod writes its number and the client's
+// address. Then it writes the bytes that it reads.
 func (l *lan) addPod(t testing.TB, n *netnstest.Namespace, number int, net4, net6 string) {
 	pod := netnstest.New(t)
 	l.pods[number] = pod
@@ -121,8 +121,8 @@ func (l *lan) addPod(t testing.TB, n *netnstest.Namespace, number int, net4, net
 	})
 }
 
-// enter makes nodes the next hops of the router. It chooses one by the addresses and ports of a
-// packet (ECMP).
+// enter makes nodes the next hops of the router. The router chooses one by the addresses and
+// ports of a packet (ECMP).
 func (l *lan) enter(t testing.TB, nodes ...int) {
 	l.router.Set(t, "ipv4/fib_multipath_hash_policy=1", "ipv6/fib_multipath_hash_policy=1")
 	for ip, format := range map[string]string{"192.0.2.1": "10.0.%d.%d", "2001:db8::1": "fd00:%d::%d"} {
@@ -172,7 +172,8 @@ type connection struct {
 
 func (c *connection) Read(b []byte) (int, error) { return c.Reader.Read(b) }
 
-// connect connects to an IP from a namespace. The pod must see one of the addresses clients.
+// connect connects to an IP from a namespace. The pod must see one of the addresses in
+// clients.
 func connect(t testing.TB, from *netnstest.Namespace, ip netip.Addr, clients ...string) *connection {
 	t.Helper()
 	var conn net.Conn

@@ -24,7 +24,7 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// kubeProxy has the rules of the service that kube-proxy would write.
+// kubeProxy has the rules that kube-proxy would write for the service.
 const kubeProxy = `
 table inet kube-proxy {
 	chain services {
@@ -256,8 +256,8 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 	var asked [clients]atomic.Int64
 	var allowed atomic.Int64 // the number of questions that each client may ask
 	// On a slow machine, the program may need longer than the timeout to notice that the cache is
-	// down. So the goroutine that kills the cache has this lock until the service answers, and
-	// clients wait for it before they repeat a question.
+	// down. So the goroutine that kills the cache holds this lock until the service answers.
+	// Clients wait for the lock before they repeat a question.
 	var switching sync.RWMutex
 	var all sync.WaitGroup
 	for client := range clients {

@@ -299,7 +299,7 @@ func end(t *testing.T, cmd *exec.Cmd, signal os.Signal) {
 	}
 }
 
-// The script all-ip.sh runs with programs that do nothing in place of iptables.
+// In place of iptables, the script all-ip.sh runs programs that do nothing.
 func TestAllIPScriptNamesTheMissingFlag(t *testing.T) {
 	dir := t.TempDir()
 	for _, name := range []string{"iptables", "ip6tables", "iptables-restore", "ip6tables-restore"} {

@@ -75,10 +75,10 @@ func (l *selection) skip(s *corev1.Service) bool {
 	return err != nil
 }
 
-// dataplane is an nftables table. It has a chain for each address and protocol, maps that lead
-// to these chains, and a chain for each service, which logs. The key of a chain of an address is
-// the IP family and the element of the map without the ports. The key of a chain that logs is
-// "log" and the service.
+// dataplane is an nftables table. It has a chain for each address and protocol, and maps that
+// lead to these chains. For each service, another chain logs connections. The key of a chain of
+// an address is the IP family and the element of the map without the ports. The key of a chain
+// that logs is "log" and the service.
 type dataplane struct{ table string }
 
 // chain has the rules of a chain, and the ports that lead to it. List knows only the ports and
@@ -129,7 +129,7 @@ func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
 // such packets. kube-proxy uses the bit 0x4000, and old kubelets drop packets with 0x8000.
 const masquerade = "meta mark set meta mark | 0x2000"
 
-// traffic returns the rules for the traffic to a frontend that match selects.
+// traffic returns rules for traffic to a frontend. The argument match selects this traffic.
 func traffic(match, ip string, t nodeview.Traffic, masqueradeAll bool) string {
 	var rules strings.Builder
 	for i, e := range t.Endpoints {
@@ -205,7 +205,7 @@ func (d dataplane) Cleanup(ctx context.Context) error {
 }
 
 // nft runs a script. It does not write the script to a pipe: if this process were killed, nft
-// would run a part of the script. A script that is too long is refused, and so divided.
+// would run a part of the script. A script that is too long is refused, so it is divided.
 func nft(ctx context.Context, script string) (string, error) {
 	out, err := exec.CommandContext(ctx, "nft", strings.SplitAfter(script, "\n")...).CombinedOutput()
 	if err != nil && ctx.Err() == nil { // the kernel has changed nothing

@@ -61,7 +61,7 @@ func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
 // such packets. kube-proxy uses the bit 0x4000, and old kubelets drop packets with 0x8000.
 const masquerade = "meta mark set meta mark | 0x2000"
 
-// traffic returns the rules for the traffic to a frontend that match selects.
+// traffic returns rules for traffic to a frontend. The argument match selects this traffic.
 func traffic(match, ip string, t nodeview.Traffic, masqueradeAll bool) string {
 	var rules strings.Builder
 	for i, e := range t.Endpoints {
@@ -128,7 +128,7 @@ func (d dataplane) Cleanup(ctx context.Context) error {
 }
 
 // nft runs a script. It does not write the script to a pipe: if this process were killed, nft
-// would run a part of the script. A script that is too long is refused, and so divided.
+// would run a part of the script. A script that is too long is refused, so it is divided.
 func nft(ctx context.Context, script string) (string, error) {
 	out, err := exec.CommandContext(ctx, "nft", strings.SplitAfter(script, "\n")...).CombinedOutput()
 	if err != nil && ctx.Err() == nil { // the kernel has changed nothing

@@ -75,9 +75,9 @@ func checkSupported(o *backends.Options, supported []string) error {
 	return errors.Join(errs...)
 }
 
-// Observe returns an observer that forwards events to another one, or to none if it is nil.
-// It forwards a call of Drifted only if its argument has changed. So a backend calls
-// Drifted(false) whenever it finds that its dataplane is correct.
+// Observe returns an observer that forwards events to another observer. If that is nil,
+// events are ignored. It forwards a call of Drifted only if its argument has changed. So a
+// backend calls Drifted(false) whenever it finds that its dataplane is correct.
 func Observe(to backends.Observer) backends.Observer { return &observer{to: to} }
 
 type observer struct {

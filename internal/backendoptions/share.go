@@ -34,8 +34,8 @@ func Backends(s sink.Sink) iter.Seq2[string, *backends.Options] {
 	}
 }
 
-// SetObserver sets the observer of a backend of which o are the shared options, unless the
-// backend has one.
+// SetObserver sets the observer of the backend with the shared options o, unless the
+// backend already has an observer.
 func SetObserver(o *backends.Options, to backends.Observer) {
 	if own := o.Observer.(*observer); own.to == nil {
 		own.to = to

@@ -35,10 +35,10 @@ var Patience = flag.Duration("patience", 20*time.Second, "how long the conforman
 // Report is a value for conformance.Options.Report.
 var Report = flag.String("report", "", "`file` to which the conformance kit writes its results as YAML")
 
-// NewSink returns a backend together with a health-check server and, if the site has
-// loopback addresses for node ports, with node ports on localhost, as on a node. The
-// function newBackend makes the backend from the source of node-port addresses and from a
-// conntrack.Reconciler.
+// NewSink returns a backend together with a health-check server, as on a node. If the
+// site has loopback addresses for node ports, node ports are served on localhost, too.
+// The function newBackend makes the backend from the source of node-port addresses and
+// from a conntrack.Reconciler.
 func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) (sink.Sink, error)) (sink.Sink, error) {
 	addrs, err := nodeaddrs.New(nodeaddrs.Options{Selection: Selection(site)})
 	if err != nil {
@@ -146,9 +146,9 @@ func View(node *api.Node, name string, ips, endpoints []string, edits ...func(*a
 
 var owners sync.Map // the last argument owner of TakeOver for each key
 
-// TakeOver releases the ownership of objects that the owner of the last call with this key
-// has, as the kernel does when a process is killed. Call it before a backend starts in
-// place of another one that did not stop. The key identifies the objects.
+// TakeOver releases the objects of the owner in the last call with this key. The kernel
+// does the same when a process is killed. Call it before a backend starts in place of
+// another one that did not stop. The key identifies the objects.
 func TakeOver(owner *ownership.Owner, key ...any) {
 	if last, ok := owners.Swap(fmt.Sprint(key...), owner); ok {
 		last.(*ownership.Owner).Release()

@@ -13,12 +13,14 @@ import (
 // Case is one of the things that [Compare] compares.
 type Case struct {
 	Name string
-	// Batch does the same several times, and calls took with the time of each.
+	// Batch repeats an action, and calls the function took with the duration of each
+	// repetition.
 	Batch func(took func(time.Duration)) error
 }
 
 // Compare runs the batches of the cases in turn, so that other load on the machine affects
-// all cases equally. It reports the median time of each case, and its ratio to the first.
+// all cases equally. It reports the median time of each case, and the ratio to that of the
+// first case.
 func Compare(b *testing.B, cases ...Case) {
 	b.Helper()
 	took := make([][]time.Duration, len(cases))

@@ -31,9 +31,9 @@ type Backend struct {
 	// itself. Call Configure first. The backend need not be started. Default: no settings.
 	Init func(context.Context) error
 
-	// Check finds what on this machine would keep the backend from working, and what changes
-	// when it replaces another proxy. It changes nothing. Call it before Configure. Default: it
-	// finds nothing.
+	// Check finds problems on this machine that would keep the backend from working, and
+	// changes if the backend replaces another proxy. It changes nothing. Call it before
+	// Configure. Default: it finds nothing.
 	Check func(context.Context) []Finding
 
 	// Metrics provides observers to Make. Default: those of a registry of its own.
@@ -46,7 +46,7 @@ type Backend struct {
 // Finding is a result of a check of a machine or of a cluster.
 type Finding struct {
 	Level Level
-	// Subject is what was checked, such as a kernel setting or a service.
+	// Subject names the checked object, such as a kernel setting or a service.
 	Subject string
 	// Text says what was found, and what to do.
 	Text string
@@ -62,7 +62,7 @@ const (
 	Problem Level = "problem" // kpng would not work
 )
 
-// Run is what the program provides for the sinks of a backend.
+// Run has the values that the program provides for the sinks of a backend.
 type Run struct {
 	// Healthy reports whether every service has been programmed once and the program is not
 	// stuck (see /livez). The sinks must not call it before they run.
@@ -70,7 +70,7 @@ type Run struct {
 	Metrics *metrics.Metrics
 }
 
-// Parts are the sinks of a backend, and what the program reports about them.
+// Parts has the sinks of a backend, and the reports of the program about them.
 type Parts struct {
 	// Sink programs the dataplane.
 	Sink sink.Sink

@@ -48,11 +48,11 @@ func newBuildInfo() prometheus.Collector {
 	return info
 }
 
-// certificateMetrics collects when the certificates in files expire. It reads a file again
-// for each scrape, because other programs renew it.
+// certificateMetrics collects the expiry times of the certificates in files. It reads a
+// file again for each scrape, because other programs renew it.
 type certificateMetrics struct {
 	desc *prometheus.Desc
-	// files maps what a certificate is used for to its PEM file.
+	// files maps the use of a certificate to its PEM file.
 	files map[string]string
 }
 
@@ -85,7 +85,7 @@ func (c *certificateMetrics) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// expiryOf returns when the first certificate in a PEM file expires.
+// expiryOf returns the expiry time of the first certificate in a PEM file.
 func expiryOf(file string) (time.Time, error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -102,8 +102,8 @@ func expiryOf(file string) (time.Time, error) {
 	return cert.NotAfter, nil
 }
 
-// clientMetrics are the requests to API servers, with the names that all components of
-// Kubernetes use. client-go has one set of such metrics in a process.
+// clientMetrics counts the requests to API servers. The metrics have the names that all
+// components of Kubernetes use. client-go has one set of such metrics in a process.
 var clientMetrics = sync.OnceValue(func() []prometheus.Collector {
 	requests := prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "rest_client_requests_total", Help: "Requests to an API server, by status code, method and host.",

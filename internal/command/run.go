@@ -95,10 +95,10 @@ func configure(s sink.Sink) error {
 	return nil
 }
 
-// SetCollection lets garbage grow to half of the used heap, in place of the whole, unless
-// GOGC is set. Proxies run on each node, so their memory counts more than the processor time
-// at the start. Later, a proxy makes little garbage. A server makes most of its garbage when
-// many clients connect at the same time.
+// SetCollection lets garbage grow to half of the used heap instead of the whole used heap,
+// unless GOGC is set. Proxies run on each node, so their memory counts more than the
+// processor time at the start. Later, a proxy makes little garbage. A server makes most of
+// its garbage when many clients connect at the same time.
 func SetCollection() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(50)
@@ -108,8 +108,8 @@ func SetCollection() {
 // run gets services from source and delivers this node's view of them to s. It returns
 // nil when ctx ends. With --once, it returns when everything has been programmed once.
 // Logs and metrics identify the sink by name. If s is a [prometheus.Collector], its
-// metrics are exported too. If s is a [Backend], so are those of its parts. The registry has
-// the metrics in collected.
+// metrics are exported too. If s is a [Backend], the metrics of its parts are exported, too.
+// The registry has the metrics in collected.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink, registry *prometheus.Registry, collected *metrics.Metrics) error {
 	SetCollection()
 	var parts Parts

@@ -182,7 +182,7 @@ func listenWhenFree(ctx context.Context, address string) (net.Listener, error) {
 }
 
 // maxConnections limits the open connections to an address. If there are more, the server
-// closes the oldest connection of the machine that has the most.
+// closes the oldest connection of the machine that has the most connections.
 const maxConnections = 512
 
 func serve(ctx context.Context, l net.Listener, handler http.Handler) error {

@@ -71,7 +71,7 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 		case h.err = <-ended:
 			if h.err != nil {
 				// By default, the service manager restarts a service only if its exit code is a
-				// system error code. So return one; the log has the actual error.
+				// system error code. So return such a code; the log has the actual error.
 				return false, uint32(windows.ERROR_EXCEPTION_IN_SERVICE)
 			}
 			return false, 0

@@ -410,7 +410,8 @@ func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
 }
 
 // get returns the options of the connection. It returns an error if --api is missing and
-// a flag is set that needs --api. fallback: the flag --api-fallback needs the API server.
+// a flag is set that needs --api. The argument fallback is true if the flag
+// --api-fallback is set, which needs the API server.
 func (f *apiFlags) get(fallback bool) (remote.DialOptions, error) {
 	opts, tls := f.dial, f.tls
 	opts.Addresses = nil

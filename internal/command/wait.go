@@ -14,9 +14,9 @@ import (
 // ownerInterval is the time between two attempts to take over from another process.
 const ownerInterval = 100 * time.Millisecond
 
-// startWhenFree returns sinks in place of main and the sinks beside it. The first one starts
-// when no other process owns its dataplane any more. The others start afterwards,
-// because the other process has the same ports.
+// startWhenFree returns sinks that replace main and the sinks beside it. The replacement of
+// main starts when no other process owns the dataplane any more. The others start
+// afterwards, because the other process has the same ports.
 func startWhenFree(main sink.Sink, beside map[string]sink.Sink) (sink.Sink, map[string]sink.Sink) {
 	free := make(chan struct{})
 	later := map[string]sink.Sink{}
@@ -67,13 +67,13 @@ func retryOwned(ctx context.Context, s sink.Sink) error {
 	}
 }
 
-// startingSink is a sink with another method Start.
+// startingSink is a sink whose method Start is replaced.
 type startingSink struct {
 	sink.Sink
 	start func(context.Context) error
 }
 
-// Unwrap returns the sink without the other method Start, see sink.As.
+// Unwrap returns the sink with its own method Start, see sink.As.
 func (s *startingSink) Unwrap() sink.Sink { return s.Sink }
 
 // Start implements sink.Starter.

@@ -29,9 +29,9 @@ func Network(a net.Addr) string {
 }
 
 // Queue holds a limited number of connections. If there are too many, it gives up the
-// oldest one of the network that has the most. So a machine that opens many connections
-// closes mostly its own, and a new connection is never refused. It is safe for concurrent
-// use.
+// oldest connection of the network that has the most connections. So a machine that opens
+// many connections closes mostly its own, and a new connection is never refused. It is
+// safe for concurrent use.
 type Queue struct {
 	limit int
 

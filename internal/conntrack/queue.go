@@ -78,8 +78,8 @@ func (g *group) addDestination(d destination) {
 	g.overlaps = g.overlaps || !d.addr.IsValid() || g.existing.Has(netip.AddrPortFrom(d.addr, d.port))
 }
 
-// dropEndpoints drops the endpoints if no flow needs them. Of TCP connections that are never
-// reset, only those without a translation are checked. Their endpoint is the destination.
+// dropEndpoints drops the endpoints if no flow needs them. If TCP connections are never
+// reset, only untranslated connections are checked. Their endpoint is the destination.
 // Without this, the queue would have the views of thousands of services during a pass.
 func (g *group) dropEndpoints() {
 	if g.kind.protocol == unix.IPPROTO_TCP && !g.resets && !g.overlaps {
@@ -135,7 +135,8 @@ type delivery struct {
 	before, now verdicts
 	compared    comparison
 	count       uint64
-	// oldFrontends has the frontends of old. It is nil before the first call of added.
+	// oldFrontends has the frontends of the view old. It is nil before the first call of the
+	// method added.
 	oldFrontends map[nodeview.FrontendKey]struct{}
 }
 
@@ -149,7 +150,7 @@ func newDelivery(s sink.Change, count uint64) *delivery {
 	return c
 }
 
-// added reports whether old does not have the frontend f.
+// added reports whether the frontend f is missing in the view old.
 func (c *delivery) added(f nodeview.FrontendKey) bool {
 	switch {
 	case c.same:
@@ -329,7 +330,8 @@ func (q *queue) pending() (filters map[kind]filter, count uint64) {
 	return filters, q.count
 }
 
-// removeUpTo removes the destinations that calls of add up to the number count queued.
+// removeUpTo removes the destinations that calls of the method add have queued, up to the
+// call with the number count.
 func (q *queue) removeUpTo(count uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -19,7 +19,7 @@ type shared struct {
 	strings map[string]string
 	hints   map[hintKey]*api.Hints
 	details map[api.EndpointDetails]*api.EndpointDetails
-	// The lists of ports that have only one port, by this port.
+	// The lists with only one port, by this port.
 	servicePorts  map[api.PortMapping][]api.PortMapping
 	endpointPorts map[api.EndpointPort][]api.EndpointPort
 }
@@ -50,7 +50,7 @@ func (t *shared) string(s string) string {
 	return sharedValue(&t.strings, s, func() string { return s })
 }
 
-// sharedList returns a copy of list. Lists of one element that are equal share their copy.
+// sharedList returns a copy of list. Equal lists with one element share a copy.
 func sharedList[T comparable](m *map[T][]T, list []T) []T {
 	if len(list) != 1 {
 		return append([]T(nil), list...)

@@ -7,10 +7,10 @@
 // another kpng server.
 //
 // A [Converter] does the selection and the conversion. It also accepts invalid objects:
-// it omits invalid parts from the result, and returns an error for each, which the caller
-// should log. The error names the field, such as spec.ports[1].protocol, and not the
-// object. It returns at most ten errors for an object; the last one states how many it
-// omits. The valid parts of an object remain usable.
+// it omits invalid parts from the result, and returns an error for each invalid part. The caller
+// should log the errors. An error names the field, such as spec.ports[1].protocol, and not the
+// object. It returns at most ten errors for an object; the last one states how many it omits. The
+// valid parts of an object remain usable.
 //
 //	c, err := watcher.New(watcher.Options{ServiceProxyName: "example"})
 //	…
@@ -80,7 +80,8 @@ type Options struct {
 
 	// OtherAnnotations are names of service proxies: "cilium", "kube-router" or "calico". The
 	// converter reads the traffic parameters of services, such as api.Service.Algorithm, from
-	// the annotations of kpng (docs/reference/semantics.md), and then from those of these proxies.
+	// the annotations of kpng (docs/reference/semantics.md), and then from the annotations of
+	// these proxies.
 	OtherAnnotations []string
 
 	// AllPorts, if set, reports whether a service is an all-ports service
@@ -99,7 +100,7 @@ func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	}
 }
 
-// Unselected returns why ServiceProxyName does not select s, for people, or "" if it
+// Unselected returns the reason why ServiceProxyName does not select s, for people, or "" if it
 // selects s.
 func (o *Options) Unselected(s *corev1.Service) string {
 	name, labelled := s.Labels[LabelServiceProxyName]

@@ -90,7 +90,8 @@ func internalIP(node *api.Node, family api.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// answers reports whether an endpoint of the family gets connections if all others fail.
+// answers reports whether an endpoint of the family gets connections if all other endpoints
+// fail.
 func answers(group []*api.EndpointSlice, family api.Family) bool {
 	for e := range endpoints(group, family) {
 		if (e.Ready || e.Serving) && !e.Drain {

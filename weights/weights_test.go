@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// group returns slices with n ready endpoints of a family, one that is not ready, and one
-// that drains.
+// group returns slices with n ready endpoints of a family, an endpoint that is not ready,
+// and a draining endpoint.
 func group(family api.Family, n int) (all []*api.EndpointSlice) {
 	slice := &api.EndpointSlice{Family: family, Endpoints: []api.SliceEndpoint{{}, {Conditions: api.Conditions{Ready: true, Drain: true}}}}
 	for range n {

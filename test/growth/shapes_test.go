@@ -431,7 +431,7 @@ func loadBalancer(s *corev1.Service) {
 	s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: offset("198.18.0.0", number).String()}}
 }
 
-// ranges makes s a load balancer with source ranges.
+// ranges returns an edit that makes a service a load balancer and gives it source ranges.
 func ranges(first, number int) edit {
 	return func(s *corev1.Service) {
 		loadBalancer(s)

@@ -54,7 +54,7 @@ func guestMain() {
 	select {}
 }
 
-// output and life are serial ports, which the comment of the function boot describes.
+// output and life are serial ports. The comment of the function boot describes them.
 var output, life *os.File
 
 func guest() (status int, err error) {

@@ -93,7 +93,7 @@ func dropDeletions(s sink.Sink) sink.Sink {
 	}}
 }
 
-// ignoreFailures acknowledges services that the sink has failed.
+// ignoreFailures acknowledges services that have failed in the sink.
 func ignoreFailures(s sink.Sink) sink.Sink {
 	return wrapped{s, func(ctx context.Context, c *sink.Changes) error {
 		err := s.Sync(ctx, c)
@@ -113,14 +113,15 @@ type wrapped struct {
 func (w wrapped) Sync(ctx context.Context, c *sink.Changes) error { return w.sync(ctx, c) }
 func (w wrapped) Unwrap() sink.Sink                               { return w.Sink }
 
-// withoutUnusable is a view that does not say which ports have no usable endpoint.
+// withoutUnusable returns a view that does not list the ports without a usable
+// endpoint.
 func withoutUnusable(view *api.View) *api.View {
 	changed := *view
 	changed.Unusable = nil
 	return &changed
 }
 
-// withoutLast is a view without its last endpoint, if it has several.
+// withoutLast returns a view without its last endpoint, if it has several endpoints.
 func withoutLast(view *api.View) *api.View {
 	changed := *view
 	if n := len(view.Endpoints); n > 2 {

@@ -36,7 +36,7 @@ var (
 // the objects of a dataplane, and to the trackers of kube-proxy. Whenever the cluster and
 // its connections have been quiet for some time, both must have decided the same.
 //
-// The seed determines the steps of a history. The test reduces a history that fails to the
+// The seed determines the steps of a history. If a history fails, the test reduces it to the
 // steps that the failure needs.
 func TestHistories(t *testing.T) {
 	discardLogs()
@@ -52,9 +52,9 @@ func TestHistories(t *testing.T) {
 	}
 }
 
-// discardLogs discards the logs, in which kube-proxy and kpng report lost watches and
-// objects that they reject. It also removes the error handlers of client-go, because one of
-// them sleeps until a time that another bubble has set.
+// discardLogs discards the logs. In these logs, kube-proxy and kpng report lost watches and
+// rejected objects. It also removes the error handlers of client-go, because one of them
+// sleeps until a time that another bubble has set.
 func discardLogs() {
 	klog.SetLogger(klog.New(nil))
 	utilruntime.ErrorHandlers = nil
@@ -67,7 +67,7 @@ type found struct {
 	err                    error // of the first history that failed
 }
 
-// playAll plays n histories. It ends at the first one that fails.
+// playAll plays n histories. It ends at the first history that fails.
 func playAll(t *testing.T, seed uint64, n int, faults faults) found {
 	f := found{verdicts: map[string]int{}, declared: map[string]int{}}
 	for ; f.histories < n && f.err == nil; f.histories, seed = f.histories+1, seed+1 {
@@ -222,8 +222,9 @@ func (w *world) step(kind string) error {
 		}
 	case "restore":
 		if w.restore != nil {
-			// A watcher cannot notice a restore between its list and its first watch, or one
-			// after which the server soon has the watcher's resource versions again.
+			// A watcher cannot notice a restore between its list and its first watch. It
+			// also cannot notice a restore if the server soon has the watcher's resource
+			// versions again.
 			synctest.Wait()
 			w.restore()
 			w.calm()
@@ -409,8 +410,8 @@ func (w *world) portNames(name string) []string {
 	return []string{"http", "dns", "dns-tcp"}[:1+w.random.IntN(3)]
 }
 
-// setSlice creates or changes a slice. Endpoints that were in other slices of the service
-// move, like those of the controller: for some time, they may be in both slices or in none.
+// setSlice creates or changes a slice. Endpoints of other slices of the service move as with
+// the controller: for some time, they may be in both slices or in none.
 func (w *world) setSlice() {
 	name, service := w.name(), ""
 	if service = name; w.random.oneIn(8) {
@@ -483,7 +484,7 @@ func (w *world) writeSlice(s *discoveryv1.EndpointSlice) {
 			w.server.Delete(old)
 			w.kubeProxy.slice(old, true)
 		} else if old.Labels[discoveryv1.LabelServiceName] != s.Labels[discoveryv1.LabelServiceName] {
-			w.kubeProxy.slice(old, true) // otherwise kube-proxy would keep it for the old service, too
+			w.kubeProxy.slice(old, true) // otherwise kube-proxy would keep the slice for the old service, too
 		}
 	}
 	w.slices[s.Name] = s

@@ -98,7 +98,7 @@ func compare(kubeProxy, kpng decided, otherPort bool, verdicts, declared map[str
 	}
 }
 
-// keysOf returns the keys that occur in a or b, sorted.
+// keysOf returns the sorted keys of both maps.
 func keysOf[T any](a, b map[string]T) []string {
 	all := maps.Clone(a)
 	maps.Copy(all, b)

@@ -14,7 +14,7 @@ import (
 
 // ConfigFile writes the configuration in a ConfigMap of kube-proxy to a file. The name of
 // the ConfigMap is kubeadm or kind. Only the path of the kubeconfig is replaced. The
-// working directory must be that of a test in a folder of test.
+// caller must be a test in a subfolder of the folder test.
 func ConfigFile(t testing.TB, name, kubeconfig string) (file string) {
 	t.Helper()
 	text, err := os.ReadFile("../../cmd/kpng/testdata/kube-proxy/" + name + ".yaml")

@@ -24,7 +24,7 @@ type Options struct {
 	// Node is the name of the node. The Node object must exist, because kube-proxy waits for
 	// the node's addresses.
 	Node string
-	// Version is the minor version, such as 1.34. Empty means that of this module.
+	// Version is the minor version, such as 1.34. Empty means the version of this module.
 	Version string
 	// Mode is nftables, iptables or ipvs. Empty means nftables.
 	Mode string
@@ -58,7 +58,7 @@ func Command(t testing.TB, o Options) []string {
 	}
 	mode := cmp.Or(o.Mode, "nftables")
 	settings := fmt.Sprintf("%s: {minSyncPeriod: %s, masqueradeAll: %t}", mode, o.MinSyncPeriod, o.MasqueradeAll)
-	if mode == "ipvs" { // it uses the masqueradeAll of the mode iptables
+	if mode == "ipvs" { // this mode uses masqueradeAll of the mode iptables
 		settings = fmt.Sprintf("ipvs: {minSyncPeriod: %s}\niptables: {masqueradeAll: %t}", o.MinSyncPeriod, o.MasqueradeAll)
 	}
 	var gates string

@@ -43,7 +43,7 @@ func build(t *testing.T, version string) string {
 		goCommand("build", "-o", program, ".")
 		return program
 	}
-	// The modules that only newer versions of controller-runtime need are left out, so that
+	// Leave out the modules that only newer versions of controller-runtime need. So
 	// client-go is as old as this version allows.
 	mod := filepath.Join(t.TempDir(), "go.mod")
 	root, err := filepath.Abs("../..")

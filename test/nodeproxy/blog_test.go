@@ -103,7 +103,7 @@ func TestCommandsOfTheBlog(t *testing.T) {
 	}
 }
 
-// firstSource returns "source" if the first line of a log has this source.
+// firstSource returns its argument source if the first line of a log has this source.
 func firstSource(log *buffer, source string) string {
 	line, _, complete := strings.Cut(log.String(), "\n")
 	if complete && strings.Contains(line, `source="`+source) {

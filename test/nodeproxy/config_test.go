@@ -15,8 +15,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// TestConfigMapOfKubeProxyStartsKpng starts kpng with the ConfigMaps of kubeadm and kind,
-// in which only the path of the kubeconfig is replaced. kpng must program the same rules
+// TestConfigMapOfKubeProxyStartsKpng starts kpng with the ConfigMaps of kubeadm and kind.
+// Only the path of the kubeconfig is replaced in them. kpng must program the same rules
 // as with equal flags.
 func TestConfigMapOfKubeProxyStartsKpng(t *testing.T) {
 	w := newWorld(t)

@@ -7,8 +7,8 @@
 //
 // TestBackendsReplaceEachOther includes the backend ipvs only if the kernel has IPVS, and
 // TestMoveFromIPVSWithoutDrainBreaksConnections needs such a kernel. The program kernel
-// runs them on such a kernel. The flag -kpng saves the compilation of kpng
-// there, which would be slow:
+// runs both tests on such a kernel. There, compiling kpng would be slow, so the flag
+// -kpng names a compiled kpng:
 //
 //	CGO_ENABLED=0 go build -C test -o /tmp/kernel ./kernel
 //	CGO_ENABLED=0 go build -o /tmp/kpng ./cmd/kpng

@@ -25,7 +25,7 @@ func TestEvents(t *testing.T) {
 	claim := func(name string) {
 		w.service(name, corev1.ServiceSpec{ExternalIPs: []string{"192.0.2.7"}, Ports: []corev1.ServicePort{{Port: 80}}})
 	}
-	claim("a") // wins, because it is older than b, or has the same age
+	claim("a") // "a" wins, because it is older than "b" or has the same age
 	claim("b")
 	web := w.service("web", corev1.ServiceSpec{
 		Type: corev1.ServiceTypeLoadBalancer, ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal, Ports: []corev1.ServicePort{{Port: 80}},

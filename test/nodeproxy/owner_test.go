@@ -12,9 +12,9 @@ import (
 	"testing"
 )
 
-// TestOneOwnerOfDataplane runs two processes of each backend on one node. While the first
-// one runs, the second one refuses to start or, with --wait, waits. Clean-up refuses as
-// well. When the first one is killed, the waiting one takes over.
+// TestOneOwnerOfDataplane runs two processes of each backend on one node. While the first process
+// runs, the second process refuses to start or, with --wait, waits. Clean-up refuses as well. When
+// the first process is killed, the waiting process takes over.
 func TestOneOwnerOfDataplane(t *testing.T) {
 	backends := []string{"nftables", "iptables", "userspace"}
 	if kernelHasIPVS() {
@@ -36,8 +36,9 @@ func TestOneOwnerOfDataplane(t *testing.T) {
 					t.Errorf("kpng %s returned %v, want an error with %q and the command of the owner:\n%s", strings.Join(other, " "), err, want, out)
 				}
 			}
-			// The same address for health checks is free only after the end of the first one. Until
-			// then, the first one answers there, so start does not wait for the second one.
+			// The same address for health checks is free only after the end of the first process.
+			// Until then, the first process answers there, so start does not wait for the second
+			// process.
 			second := w.start(healthz, args(healthz, "--wait")...)
 			log := w.log
 			await(t, "the second process waits", true, func() bool { return strings.Contains(log.String(), "Waiting for the end of another process") })

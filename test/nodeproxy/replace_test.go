@@ -136,8 +136,8 @@ func TestBackendsReplaceEachOther(t *testing.T) {
 	}
 }
 
-// newDualStackNetwork returns a network with IPv6, whose node gets the services of
-// manifests. It also returns the network namespace of another pod on the node.
+// newDualStackNetwork returns a network with IPv6. Its node gets the services of the
+// constant manifests. It also returns the network namespace of another pod on the node.
 func newDualStackNetwork(t *testing.T) (w *network, caller namespace) {
 	t.Helper()
 	w, caller = newNetwork(t), newNamespace(t)

@@ -17,9 +17,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestServiceCIDRsOfTheCluster checks with real packets that kpng drops packets to the
-// addresses in ServiceCIDR objects that no service has. Meanwhile objects and permissions
-// change.
+// TestServiceCIDRsOfTheCluster sends real packets to addresses that are in ServiceCIDR
+// objects but belong to no service. kpng must drop these packets. Meanwhile objects and
+// permissions change.
 func TestServiceCIDRsOfTheCluster(t *testing.T) {
 	w := newWorld(t)
 	t.Cleanup(func() { w.cleanUp("nftables") })

@@ -31,7 +31,7 @@ const (
 	invalid      = "80070057" // E_INVALIDARG
 )
 
-// results contains each failure of HNS that kube-proxy or hcsshim has a name for.
+// results contains each failure of HNS that has a name in kube-proxy or hcsshim.
 var results = []string{
 	notFound, exists, notSupported, invalid,
 	"80070005", // ERROR_ACCESS_DENIED

@@ -333,7 +333,7 @@ func (w *world) eventually(what string) {
 }
 
 // await waits until the method Dump of the simulated HNS returns want. The test fails if
-// the proxy has ended, has not called HNS for a minute, or calls it in vain for ten.
+// the proxy has ended, has not called HNS for a minute, or calls it in vain for ten minutes.
 func (w *world) await(what, want string) {
 	w.Helper()
 	calls := w.hns.totalCalls()

@@ -10,8 +10,8 @@
 //
 //	go run -C tools ./mutate [-skip tests] [-only pattern] [-part 1/8] ./package... [-- flags of the tests]
 //
-// With a mutant, only those tests run that execute its code, the fast ones first. All tests run
-// before a mutant counts as a survivor.
+// For each mutant, only the tests that execute its code run, and fast tests run first. All tests
+// run before a mutant counts as a survivor.
 //
 // A mutant has one of these changes:
 //
@@ -260,7 +260,7 @@ func (s selection) with(name string, needs usage) selection {
 // A fast test needs less time than maxFast.
 const maxFast = 50 * time.Millisecond
 
-// measure runs each test without a mutant. It finds which mutants the test can find.
+// measure runs each test without a mutant. It determines which mutants the test can find.
 func (t *tests) measure(ctx context.Context, reached string, mutants int) error {
 	list, err := exec.CommandContext(ctx, t.binary, append(slices.Clone(t.arguments), "-test.list", ".")...).Output()
 	if err != nil {

@@ -120,7 +120,8 @@ func TestSmallPackage(t *testing.T) {
 		t.Errorf("with two equivalents: error %v, output %q, want %q", err, got, want)
 	}
 
-	// The list is wrong about a mutant that a test finds, and about one that does not exist.
+	// The list is wrong about a mutant that a test finds, and about a mutant that does not
+	// exist.
 	write("tools/mutate/equivalent.txt", seven+"Seven.\n\n"+ten+"Ten.\n\nsmall.Small\ntotal += n\nwithout total += n\nWrong.\n\nsmall.Small\nno line\nno change\nWrong.\n")
 	_, err = mutate()
 	for _, want := range []string{"small/small.go:10: small.Small\n\ttotal += n", "no mutant: small.Small\n\tno line"} {

@@ -175,7 +175,7 @@ func (m *mutator) expression(e ast.Expr) {
 	if b.Op == token.LAND || b.Op == token.LOR {
 		for _, operand := range []ast.Expr{b.X, b.Y} {
 			if o, ok := ast.Unparen(operand).(*ast.BinaryExpr); ok && o.Op == b.Op {
-				continue // its operands are operands of the whole, too
+				continue // its operands are operands of the whole expression, too
 			}
 			if b.Op == token.LAND {
 				n := m.add(operand, "true instead of "+m.source(operand))
@@ -381,6 +381,6 @@ func mutantZero3[A, B, C any](A, B, C) (a A, b B, c C) { return }
 // variable is the environment variable that selects the mutant.
 const variable = "KPNG_MUTANT"
 
-// reachedVariable is the environment variable with the name of a file for the numbers of
-// the mutants whose code the tests execute.
+// reachedVariable is the environment variable with the name of a file. The tests write a line
+// to it for each mutant whose code they execute.
 const reachedVariable = "KPNG_MUTANTS_REACHED"

@@ -5,7 +5,7 @@ package main
 import "time"
 
 // benchmarkParts returns the benchmarks of docs/history/benchmarks.md. The machine should
-// be idle. Those with a dataplane need root.
+// be idle. Benchmarks with a dataplane need root.
 func benchmarkParts() []part {
 	var parts []part
 	add := func(name string, limit time.Duration, long bool, commands string) {

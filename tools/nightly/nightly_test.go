@@ -121,8 +121,7 @@ func TestStoppedRunContinues(t *testing.T) {
 }
 
 // TestPartsRunBesideEachOther has two parts that end only if both run at the same time, and
-// a part that must run when no other does. Their temporary folders are not the same, and are
-// removed.
+// a part that must run alone. Each part has its own temporary folder, which is removed.
 func TestPartsRunBesideEachOther(t *testing.T) {
 	dir := t.TempDir()
 	pipe, busy := filepath.Join(dir, "pipe"), filepath.Join(dir, "busy")
@@ -149,8 +148,8 @@ func TestPartsRunBesideEachOther(t *testing.T) {
 	}
 }
 
-// TestFailuresAreNamed expects the lines that name what failed, or else the last lines, and
-// the name of the file with the output.
+// TestFailuresAreNamed expects the lines that name failures, or else the last lines. It also
+// expects the name of the file with the output.
 func TestFailuresAreNamed(t *testing.T) {
 	dir := t.TempDir()
 	parts := []part{

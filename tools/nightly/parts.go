@@ -25,9 +25,9 @@ type part struct {
 	Alone bool
 }
 
-// allParts returns all parts. Without the long ones, they take about six hours on two idle
-// cores if they run one after the other. The limits allow for a busy machine, and for
-// another part at the same time.
+// allParts returns all parts. Without the long parts, they take about six hours on two idle
+// cores if they run one after the other. The limits allow for a busy machine, and for another
+// part at the same time.
 func allParts() []part {
 	parts := []part{
 		{

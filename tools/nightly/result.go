@@ -54,7 +54,8 @@ type machine struct {
 	Load float64 `json:"load"`
 }
 
-// keptResults is the number of results that a file keeps. The repository has the older ones.
+// keptResults is the number of results that a file keeps. The history of the repository has
+// older results.
 const keptResults = 20
 
 // store reads and writes results.

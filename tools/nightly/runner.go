@@ -30,21 +30,21 @@ type runner struct {
 	// out gets lines about each part. Only printf writes to it.
 	out   io.Writer
 	print sync.Mutex
-	// jobs is the number of parts that run at the same time, without those that run alone.
+	// jobs is the number of parts that run at the same time, without parts that run alone.
 	jobs int
 	// grace is how long a part may clean up after its time limit.
 	grace time.Duration
 }
 
-// printf writes the lines of one part without lines of others between them.
+// printf writes the lines of one part without lines of other parts between them.
 func (r *runner) printf(format string, args ...any) {
 	r.print.Lock()
 	defer r.print.Unlock()
 	fmt.Fprintf(r.out, format, args...)
 }
 
-// runAll runs the parts that have no result for this code, or with again all parts. Parts
-// that need the machine alone run last, one after the other.
+// runAll runs the parts that have no result for this code, or all parts if again is true.
+// Parts that need the machine alone run last, one after the other.
 func (r *runner) runAll(ctx context.Context, parts []part, again bool) error {
 	var bad []string
 	var mu sync.Mutex // protects bad
@@ -115,11 +115,11 @@ func (r *runner) runOnce(ctx context.Context, p part, again bool) (result, error
 
 func (r *runner) log(p part) string { return filepath.Join(r.logs, p.Name+".log") }
 
-// failure matches the lines of an output that name what failed.
+// failure matches lines of an output that name a failure.
 var failure = regexp.MustCompile(`^\s*--- FAIL|^FAIL\s+\S|^panic:|^fatal error:|^WARNING: DATA RACE|^\S+\.go:\d+:\d+: `)
 
-// failures returns the first lines of an output that name what failed. If no line does, it
-// returns the last lines.
+// failures returns the first lines of an output that name a failure. If there are no such
+// lines, it returns the last lines.
 func failures(log string) ([]string, error) {
 	const most = 8
 	file, err := os.Open(log)
@@ -151,8 +151,8 @@ func failures(log string) ([]string, error) {
 	return last, nil
 }
 
-// lastResult returns the last result of a part for this code. Its outcome is empty if there
-// is none.
+// lastResult returns the last result of a part for this code. If there is no such result, the
+// outcome is empty.
 func (r *runner) lastResult(part string) (result, error) {
 	results, err := r.store.read(part)
 	var last result

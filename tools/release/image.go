@@ -98,8 +98,8 @@ func writeImage(file, name, licences string, parts []string) (string, error) {
 		}
 		all.Manifests = append(all.Manifests, d)
 	}
-	// Older versions of containerd select from a list by the version of Windows. The image
-	// for hostProcess containers suits each version, so it is not a list.
+	// Older versions of containerd select an image from a list by the version of Windows.
+	// The image for hostProcess containers suits each version, so it is not a list.
 	image := all.Manifests[0]
 	switch {
 	case image.Platform.OS != "windows":

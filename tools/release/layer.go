@@ -105,7 +105,8 @@ func linuxLayer(program, licences string) ([]byte, error) {
 
 // windowsLayer returns an archive with the program and the licences for an image of
 // hostProcess containers, which see the file system of the node. Windows accepts the
-// lowest layer of an image only if it has these files of a registry, without any content.
+// lowest layer of an image only if the layer has these registry files. They need no
+// content.
 func windowsLayer(program, licences string) ([]byte, error) {
 	l := newLayer()
 	for _, name := range []string{"DEFAULT", "SAM", "SECURITY", "SOFTWARE", "SYSTEM"} {

@@ -37,7 +37,7 @@ func readProgram(file string) (*program, error) {
 }
 
 // version returns the version that the program reports. It fails if the program was built
-// without one, or from a modified checkout.
+// without a version, or from a modified checkout.
 func (p *program) version() (string, error) {
 	v := p.info.Main.Version
 	if !strings.HasPrefix(v, "v") || strings.HasSuffix(v, "+dirty") {

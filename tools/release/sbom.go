@@ -60,10 +60,10 @@ type dependencies struct {
 	On  []string `json:"dependsOn"`
 }
 
-// printSBOM writes a bill of materials with the modules that a program contains, with
-// Go's standard library, and with the modules that each of them imports. The packages of
-// Debian are further dependencies of the program. The time of the bill is that of the
-// commit from which the program was built.
+// printSBOM writes a bill of materials of a program. It has the modules in the program,
+// Go's standard library, and the modules that each of them imports. The packages of
+// Debian are further dependencies of the program. The bill has the time of the commit
+// from which the program was built.
 func printSBOM(to io.Writer, file string, debs []string) error {
 	p, err := readProgram(file)
 	if err != nil {

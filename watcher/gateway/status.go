@@ -63,8 +63,8 @@ func (s *source) serves(g *object) bool {
 	return class != nil && class.Spec.ControllerName == s.Controller
 }
 
-// serve writes the service of a gateway to the state, and sets the gateway's status in
-// now.
+// serve writes the service of a gateway to the state, and sets the gateway's status in the
+// argument now.
 func (s *source) serve(ctx context.Context, g *object, now *status) (err error) {
 	service, list, attached := s.translate(g)
 	s.out.Update(func(tx *cluster.Tx) {
@@ -142,7 +142,8 @@ func (s *source) create(ctx context.Context, g *object, service *api.Service) er
 	return err
 }
 
-// report sets the status of a route in now. It keeps the entries of other controllers.
+// report sets the status of a route in the argument now. It keeps the entries of other
+// controllers.
 func (s *source) report(r *object, now *status) {
 	_, reason, message := s.resolve(r)
 	now.Parents = []parentStatus{}
@@ -172,7 +173,7 @@ func (s *source) report(r *object, now *status) {
 	}
 }
 
-// set sets a condition. If it is true, its reason is its type.
+// set sets a condition. The reason of a true condition is its type.
 func set(list *[]metav1.Condition, o *object, kind string, ok bool, reason, message string) {
 	c := metav1.Condition{Type: kind, Status: metav1.ConditionFalse, ObservedGeneration: o.Generation, Reason: reason, Message: message}
 	if ok {

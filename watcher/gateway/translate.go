@@ -16,7 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// protocols are the protocols of listeners. The kind of a listener's routes begins with it.
+// protocols are the protocols of listeners. The kind of a listener's routes begins with the
+// protocol.
 var protocols = map[string]api.Protocol{"TCP": api.TCP, "UDP": api.UDP}
 
 // translate returns the service and the slices of a gateway, and the number of routes of each
@@ -27,7 +28,7 @@ func (s *source) translate(g *object) (service *api.Service, list []*api.Endpoin
 		service.IPs.ClusterIPs = own.Service.IPs.ClusterIPs
 	}
 	routes := s.objects.Referring(objects.Key{Kind: "Gateway", NamespacedName: g.key()})
-	slices.SortFunc(routes, func(a, b *object) int { // the oldest one of a listener gets the traffic
+	slices.SortFunc(routes, func(a, b *object) int { // the oldest route of a listener gets the traffic
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.key().String(), b.key().String()))
 	})
 	node, _ := s.backends.Snapshot().Nodes.Get(s.NodeName)

@@ -39,8 +39,8 @@ type client struct {
 // other client. Closing only idle connections is not enough, because a connection with
 // a canceled watch can still be busy. After ctx ends, the client opens no connections.
 // The client converts each object to an item, with the store for the object's kind. It
-// returns a complete object if there is no such store, or if the caller passes the
-// object to decode into.
+// returns a complete object if there is no such store, or if the caller passes an object for
+// the result.
 func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme, networkingv1.AddToScheme} {
@@ -69,8 +69,8 @@ func newClient(ctx context.Context, config *rest.Config, stores map[string]objec
 		dial = (&net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}).DialContext
 	}
 	// An HTTP/2 transport stays in memory for half a minute after its last connection was
-	// closed. So no part of the transport may refer to the client, whose stores refer to the
-	// state.
+	// closed. So no part of the transport may refer to the client, because the client's
+	// stores refer to the state.
 	connections := connrotation.NewDialer(dial)
 	config.Dial = func(dialling context.Context, network, address string) (net.Conn, error) {
 		conn, err := connections.DialContext(dialling, network, address)

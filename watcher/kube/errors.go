@@ -135,8 +135,8 @@ func (w *watch) outcome(resource string, err error) {
 	}
 }
 
-// updateError sets the state's source error to that of the first resource. The caller holds
-// w.mu.
+// updateError sets the state's source error to the error of the first resource. The caller
+// holds w.mu.
 func (w *watch) updateError() {
 	for _, resource := range slices.Sorted(maps.Keys(w.outages)) {
 		if err := w.outages[resource].err; err != nil {

@@ -12,7 +12,7 @@ import (
 )
 
 // TestLongOutageMakesStateStale reports results of requests, one per minute, and checks
-// half a minute after each whether the state is stale.
+// half a minute after each result whether the state is stale.
 func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string

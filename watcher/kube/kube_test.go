@@ -412,8 +412,8 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 	}
 }
 
-// TestStateIsStaleBeforeNextRequest has two outages. During the second one, the reflectors
-// wait longer than StaleAfter between two requests.
+// TestStateIsStaleBeforeNextRequest has two outages. During the second outage, the
+// reflectors wait longer than StaleAfter between two requests.
 func TestStateIsStaleBeforeNextRequest(t *testing.T) {
 	inWorld(t, Options{StaleAfter: 5 * time.Second}, func(w *world) {
 		w.start()

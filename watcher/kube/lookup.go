@@ -170,7 +170,7 @@ func (n *selection) lookUpQueued(ctx context.Context) bool {
 	return true
 }
 
-// beginRequest returns those of the services that still need a look-up.
+// beginRequest returns the services that still need a look-up.
 func (n *selection) beginRequest(queued []*wanted) (services []*wanted) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -43,7 +43,7 @@ type origin struct {
 // checked when they are decoded, so that unneeded slices use no memory.
 //
 // A service that becomes wanted or loses its selector may need slices that were dropped
-// or not requested. A lookUp requests them (see there).
+// or not requested. A lookUp requests them; see type lookUp.
 type selection struct {
 	*watch
 	serviceTable table[api.Service]

@@ -71,7 +71,8 @@ func (w *world) away(match func(kubetest.Request) bool) (endOutage func()) {
 	}
 }
 
-// waitForLookUp waits until the first look-up of slices for a while has been answered.
+// waitForLookUp waits until a look-up of slices has been answered. There must have been no
+// look-up for a while.
 func (w *world) waitForLookUp() { w.advance(gatherFor * 3 / 2) }
 
 // expectWatch checks that exactly one watch of slices exists. If all is true, the watch

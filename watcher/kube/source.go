@@ -28,8 +28,8 @@ type source struct {
 	resource schema.GroupResource
 	labels   string
 	fields   string
-	// newFields is used instead of fields, except with servers that refuse it. Without it,
-	// the server returns more objects than the proxy needs, and the store drops them.
+	// newFields replaces the selector fields, except with servers that refuse newFields.
+	// Such a server returns more objects than the proxy needs, and the store drops them.
 	newFields string
 	// refused is the time at which a server last refused newFields.
 	refused time.Time
@@ -134,11 +134,11 @@ func (src *source) listWatch(r *reporter, store objectStore) listwatch.Plain {
 	)
 }
 
-// check compares the server's resource version once with since, the version at which
-// watch has begun. If the server's version is lower, etcd was restored from a backup.
-// The watch would then deliver nothing until the server reaches the version since
-// again, and would omit the changes before that. So check ends the watch, and the
-// reflector lists all objects again.
+// check compares the server's resource version once with "since", the version at which the
+// watch has begun. If the server's version is lower, etcd was restored from a backup. The
+// watch would then deliver nothing until the server reaches the version "since" again, and
+// would omit earlier changes. So check ends the watch, and the reflector lists all objects
+// again.
 func (src *source) check(ctx context.Context, r *reporter, since string, watch watchapi.Interface) {
 	for delay := checkAfter; ; delay = min(2*delay, time.Minute/2) {
 		select {

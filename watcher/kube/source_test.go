@@ -185,7 +185,7 @@ func TestResourceVersionIsCheckedOncePerWatch(t *testing.T) {
 	})
 }
 
-// A check that may not list does not end a working watch.
+// A check without permission to list does not end a working watch.
 func TestForbiddenCheckIsGivenUp(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.start()

@@ -99,8 +99,8 @@ type objectStore interface {
 	// postpone returns an item for an object in protobuf, which is decoded when it is written.
 	// If it finds no metadata in the object, it decodes the object immediately.
 	postpone(object []byte) runtime.Object
-	// postponeObject does the same with a decoded object. It returns objects that are not of
-	// the store's kind unchanged.
+	// postponeObject is like postpone, but for a decoded object. It returns objects that are
+	// not of the store's kind unchanged.
 	postponeObject(o runtime.Object) runtime.Object
 	// keyOf returns the key of an object, or an error if the object is not of the store's
 	// kind.

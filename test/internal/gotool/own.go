@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// BuildOwn builds a program of kpng, such as ./cmd/kpng, and returns its path. The working
-// directory must be that of a test in a folder of test.
+// BuildOwn builds a program of kpng, such as ./cmd/kpng, and returns its path. The caller
+// must be a test in a subfolder of the folder test.
 func BuildOwn(t testing.TB, pkg string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), filepath.Base(pkg))

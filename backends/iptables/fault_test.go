@@ -74,7 +74,7 @@ func TestBadServiceFailsAlone(t *testing.T) {
 		}
 		p.mend()
 		mustSync(t, b, batch(views[2], views[9]))
-		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 4 { // each endpoint has a rule for known clients and one for new clients
+		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 4 { // each endpoint has a rule for known and a rule for new clients
 			t.Errorf("not repaired:\n%s", text)
 		}
 		b.leftovers.PassAt = time.Time{}

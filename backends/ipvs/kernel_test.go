@@ -646,7 +646,7 @@ func testAddressOfNodePort(t *testing.T) {
 		t.Fatal(err)
 	}
 	at(other)
-	otherFails(n.deliver(&sink.Changes{}, web)) // the node port of web takes the virtual server from the service other
+	otherFails(n.deliver(&sink.Changes{}, web)) // the node port of web wins
 	n.restart()
 	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}, other); err != nil {
 		t.Fatal(err)

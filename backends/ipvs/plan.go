@@ -289,7 +289,8 @@ func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 	return []element{{set: setOf(healthChecks, a), key: key, value: addrKey(to) + portKey(port)}}
 }
 
-// index returns the index of an endpoint that gets new connections, and whether it does.
+// index returns the index of an endpoint in w.endpoints, and whether the endpoint is
+// there.
 func (w *wanted) index(at netip.AddrPort) (int, bool) {
 	return slices.BinarySearchFunc(w.endpoints, at, netip.AddrPort.Compare)
 }

@@ -40,7 +40,7 @@ func unsuitable(s *api.Service) string {
 	return ""
 }
 
-// isUnsuitable reports whether there is a service that IPVS cannot serve.
+// isUnsuitable reports whether view is of a service that IPVS cannot serve.
 func isUnsuitable(view *api.View) bool {
 	return view != nil && view.Service != nil && unsuitable(view.Service) != ""
 }
@@ -298,8 +298,8 @@ func (r *rest) remove(ctx context.Context, c *sink.Changes, changes []sink.Chang
 	return nil
 }
 
-// merge adds the services that have failed to failed. If err does not tell which services
-// have failed, merge returns err.
+// merge adds the failed services that err names to the argument failed. If err does not
+// name services, merge returns err.
 func merge(failed sink.Failed, err error) error {
 	some, ok := sink.Acknowledged(err)
 	if !ok {
@@ -323,8 +323,8 @@ func except(changes iter.Seq[sink.Change], failed sink.Failed) iter.Seq[sink.Cha
 	}
 }
 
-// failing returns the field Failing for a dataplane to which the services in failed are not
-// delivered.
+// failing returns the field Failing for a dataplane that does not get the services in
+// failed.
 func failing(c *sink.Changes, failed sink.Failed) []types.NamespacedName {
 	if !c.Last || len(failed) == 0 {
 		return c.Failing

@@ -222,8 +222,8 @@ func TestCleanupDeletesTable(t *testing.T) {
 	}
 }
 
-// TestOptionsReachTable checks that the table gets all options of the backend that it
-// needs.
+// TestOptionsReachTable checks that the table gets all options that it needs from the
+// backend.
 func TestOptionsReachTable(t *testing.T) {
 	b, err := newBackend(Options{Options: backends.Options{
 		Instance: strings.Repeat("a", 56), MasqueradeMark: 0x8000, MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"},

@@ -165,8 +165,9 @@ func TestTableOfSourceRanges(t *testing.T) {
 	}
 }
 
-// TestAnUpdateKeepsSourceRanges reads a table in which each frontend has source ranges of
-// its own, as earlier versions made it. The new table must have them from the beginning.
+// TestAnUpdateKeepsSourceRanges reads a table of an earlier version, in which each
+// frontend has source ranges of its own. The new table must have these ranges from the
+// beginning.
 func TestAnUpdateKeepsSourceRanges(t *testing.T) {
 	ns := netnstest.New(t)
 	table := testTable(t, ns, Options{})

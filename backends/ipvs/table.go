@@ -53,11 +53,11 @@ import (
 //	}
 //
 // The kernel evaluates these chains only for new connections, before routing and before
-// IPVS. Except for health checks, only IPVS translates addresses. The chain
-// restricted comes before all translations, so that no other program can translate packets
-// that it drops. The chain sources4 has a rule for each prefix length in the set sources4,
-// see package sourcelists. The chain untranslated comes after the chains of other programs. So it
-// does not refuse connections that another program translates.
+// IPVS. Except for health checks, only IPVS translates addresses. The chain "restricted"
+// comes before all translations, so that no other program can translate packets that this
+// chain drops. The chain sources4 has a rule for each prefix length in the set sources4,
+// see package sourcelists. The chain "untranslated" comes after the chains of other
+// programs. So it does not refuse connections that another program translates.
 type table struct {
 	opts *Options
 	conn *nft.Conn
@@ -65,8 +65,8 @@ type table struct {
 	maxElements int
 	// ranges counts the source ranges in the table.
 	ranges sourcelists.Counts
-	// If draining is true, the table refuses the connections to frontends that no other
-	// backend translates. It ignores all other connections.
+	// If draining is true, the table refuses connections to frontends unless another
+	// backend translates them. It ignores all other connections.
 	draining bool
 }
 

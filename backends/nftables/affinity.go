@@ -109,7 +109,7 @@ func clientKey(family api.Family, seed uint32) *nft.Key {
 	return nft.NewKey(family).Meta(unix.NFT_META_PRIORITY).Masked(nft.Native(^uint32(endpointMask))).SourceHash(clientGroups, seed)
 }
 
-// clientGroup returns the group of a client, as the kernel computes it.
+// clientGroup computes the group of a client like the kernel.
 func clientGroup(addr netip.Addr, seed uint32) uint32 {
 	return uint32(uint64(jhash(addr.AsSlice(), seed)) * clientGroups >> 32)
 }

@@ -23,7 +23,8 @@ import (
 const maxOps = 20_000
 
 // apply writes parts to the kernel, in as few transactions as maxOps allows. It adds
-// failing services to failed. It returns only those errors that no service caused.
+// failing services to the argument failed. It returns only those errors that no service
+// caused.
 func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) error {
 	for len(parts) > 0 {
 		n, size := 1, len(parts[0].ops)

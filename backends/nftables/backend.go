@@ -127,7 +127,7 @@ const (
 )
 
 // retryTransient calls f until f succeeds or returns an error that is not transient, or
-// until ctx ends. It logs message before each retry.
+// until ctx ends. Before each retry, it logs the argument message.
 func retryTransient(ctx context.Context, message string, f func() error) error {
 	for backoff := minBackoff; ; backoff = min(2*backoff, maxBackoff) {
 		err := f()

@@ -217,14 +217,14 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// BenchmarkChangeDuringPass changes one service after the other during a pass. The benchmark
-// reports the median and the longest time until a
-// change is in the kernel, and where the longest one was: in the driver, which waits for the
-// batch before it, at the lock of the backend, in transactions of the kernel, or else in the
-// backend. It also reports the longest CPU time of the process for a change, which other
-// programs do not affect. The case "restart" is the first pass after a restart, when the table
-// has already been read. The case "later" is a later pass, from the request for it, and
-// "repair" is a pass after another program has deleted the table.
+// BenchmarkChangeDuringPass changes one service after the other during a pass. The
+// benchmark reports the median and the longest time until a change is in the kernel. The
+// longest time has four parts: in the driver, which waits for the batch before the
+// change, at the lock of the backend, in transactions of the kernel, and in the backend.
+// The benchmark also reports the longest CPU time of the process for a change. Other
+// programs do not affect this time. The case "restart" is the first pass after a restart,
+// when the table has already been read. The case "later" is a later pass, from the
+// request for it, and "repair" is a pass after another program has deleted the table.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000, 100_000} {
 		src := sinktest.NewSource()
@@ -317,7 +317,8 @@ func newTimedSink(be *backend) *timedSink {
 	return s
 }
 
-// deliver changes a service in the source, and returns the times when the kernel has it.
+// deliver changes a service in the source, waits until the kernel has the change, and
+// returns the times of the change.
 func (s *timedSink) deliver(b *testing.B, src *sinktest.Source, v *api.View) changeTimes {
 	used := cpuTime(b)
 	s.began = time.Now()
@@ -345,9 +346,10 @@ func (s *timedSink) Sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// BenchmarkChurn changes services at random times. It reports the CPU time of the process for
-// each change, if the driver delivers changes immediately and if it gathers them. A benchmark
-// of 1,000 changes takes 5 seconds at the lower rate: use -benchtime 1000x.
+// BenchmarkChurn changes services at random times. It reports the CPU time of the process
+// for each change. In one case, the driver delivers changes immediately. In the other
+// case, it gathers them. A benchmark of 1,000 changes takes 5 seconds at the lower rate:
+// use -benchtime 1000x.
 func BenchmarkChurn(b *testing.B) {
 	const n = 10_000
 	for _, rate := range []int{200, 2000} {

@@ -39,8 +39,9 @@ func (r *reader) close() error {
 	return r.conn.Close()
 }
 
-// journal records each change of the state's elements since a read began. After maxJournal
-// changes it is full: it forgets them, and the read was in vain.
+// journal records each change of the state's elements since a read began. After
+// maxJournal changes, the journal is full. Then it forgets all changes, and the read was
+// in vain.
 type journal struct {
 	mu      sync.Mutex
 	changes []journalChange
@@ -89,7 +90,8 @@ func (j *journal) isFull() bool {
 	return j.full
 }
 
-// since returns the changes after the first n. A nil journal and a full one have none.
+// since returns the changes after the first n. A nil journal and a full journal have no
+// changes.
 func (j *journal) since(n int) []journalChange {
 	if j == nil {
 		return nil
@@ -128,7 +130,8 @@ func (t *table) preparePass(ctx context.Context) (read func(context.Context) (*p
 	}
 }
 
-// prepared keeps the pass p, which has been read, for the next Sync that begins a pass.
+// prepared keeps p for the next Sync that begins a pass. The pass p has already read the
+// table.
 func (t *table) prepared(ctx context.Context, p *pass, err error) {
 	switch {
 	case err != nil:
@@ -202,7 +205,7 @@ func (c *mapComparison) read(ctx context.Context, conn *conn) error {
 }
 
 // compareMap compares a map with its expected digest. It ignores the elements that Syncs
-// write meanwhile. If ctx ends before the comparison does, the next call continues it.
+// write meanwhile. If ctx ends first, the next call continues the comparison.
 func (t *table) compareMap(ctx context.Context, m mapID) error {
 	d := &t.drift
 	for attempt := 0; ; attempt++ {

@@ -158,8 +158,8 @@ func TestOwnChangesAreNoDrift(t *testing.T) {
 }
 
 // TestConnectionsStayOpen compares the connections of netfilter after a pass, a comparison and
-// a read of connection tracking, and again later. When one is closed, all changes wait, see
-// netfilter.Conn.Close.
+// a read of connection tracking, and again later. While a connection is being closed, all
+// changes wait, see netfilter.Conn.Close.
 func TestConnectionsStayOpen(t *testing.T) {
 	ns := netnstest.New(t)
 	others := len(netfilterSockets(t, ns))
@@ -211,8 +211,8 @@ func netfilterSockets(t *testing.T, ns *netnstest.Namespace) (inodes []string) {
 	return inodes
 }
 
-// TestJournalIsBounded begins a pass and a comparison that were read before more changes than
-// a journal records.
+// TestJournalIsBounded reads the table for a pass and a comparison. Before they begin, it
+// makes more changes than a journal records.
 func TestJournalIsBounded(t *testing.T) {
 	b, _ := start(t, Options{})
 	mustSync(t, b, batchOf(true, manyServices(20, 2)...))

@@ -80,7 +80,7 @@ func (c class) number() uint32 {
 	}
 }
 
-// classOf returns the class with this number. If there is none, ok is false.
+// classOf returns the class with this number. If there is no such class, ok is false.
 func classOf(family api.Family, number uint32) (c class, ok bool) {
 	c = class{family: family, size: uint8(number&sizeMask) - 1}
 	switch number &^ 0xffff {
@@ -96,8 +96,8 @@ func classOf(family api.Family, number uint32) (c class, ok bool) {
 	return c, c.number() == number && c.verdict <= nodeview.Drop && 1<<c.size <= maxEndpoints && c.algorithm <= api.HashConnection
 }
 
-// classOfElement returns the class that an element contains: an element of kindLists as its
-// value, and an element of kindClasses as its key.
+// classOfElement returns the class that an element contains. The class is the value of an
+// element of kindLists, and the key of an element of kindClasses.
 func classOfElement(id *elementID, v *value) (c class, ok bool) {
 	switch id.m.kind {
 	case kindLists:
@@ -218,10 +218,9 @@ const maxChoices = 8
 
 // choose returns rules that choose a slot of a list with equal probability. The function
 // rule returns a rule that chooses one of the first n slots. This rule does nothing if the
-// list does not have the chosen slot. A list has more than half as many endpoints as the
-// size of its class says. So after maxChoices rules, the last rule chooses one of the slots
-// in the first half, which exist. The last rule is needed for less than one connection of
-// 256.
+// list does not have the chosen slot. A list has more than half of the slots that its
+// class allows. So after maxChoices rules, the last rule chooses one of the slots in the
+// first half, which exist. The last rule is needed for less than one connection of 256.
 func (c class) choose(rule func(n uint32) nft.Rule) (rules []nft.Rule) {
 	choices := maxChoices
 	if c.size < 2 {

@@ -44,7 +44,7 @@ func (v *value) number() uint32 { return binary.NativeEndian.Uint32(v.data[:]) }
 type value struct {
 	data [20]byte
 	// counted is true if the element has a counter. Only elements of maps for which
-	// mapID.canCount is true have one.
+	// mapID.canCount is true have a counter.
 	counted bool
 	// text is the name of the verdict's target chain in kindClasses. In kindFrontends, it is
 	// the comment: the name of the service port, for people who read the table.

@@ -133,8 +133,8 @@ func TestFilteringDoesNotDependOnOtherNATChains(t *testing.T) {
 }
 
 // TestInstancesKeepTheRefusalsOfOtherInstances checks that an instance refuses connections
-// although the chains of another instance see the packets afterwards. Of two instances with
-// the same priority, the newer one sees them first.
+// although the chains of another instance see the packets afterwards. Of two instances
+// with the same priority, the newer instance sees the packets first.
 func TestInstancesKeepTheRefusalsOfOtherInstances(t *testing.T) {
 	w := newPacketWorld(t)
 	addresses := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
@@ -166,8 +166,8 @@ func TestInstancesKeepTheRefusalsOfOtherInstances(t *testing.T) {
 	}
 }
 
-// TestRefusedPacketsThatOthersTranslateLoseThePriority checks that a packet leaves without
-// the priority that means a refusal if another program has translated it.
+// TestRefusedPacketsThatOthersTranslateLoseThePriority checks packets that another
+// program has translated. They must leave without the priority that means a refusal.
 func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
 	w := newPacketWorld(t)
 	mustSync(t, startIn(t, w.node, Options{}), batchOf(true, set(view("none", []string{"10.96.0.3"}, nil, nil))))

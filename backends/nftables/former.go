@@ -51,10 +51,9 @@ func (t *table) formerList(ctx context.Context, l *list) (list, error) {
 	return former, nil
 }
 
-// maxGaps is the number of missing elements after which a pass stops reading a list. If
-// another program has deleted more elements, the pass does not find the elements after the
-// gap. These elements make the kernel refuse a change of the list, and then checkPart reads
-// them.
+// A pass stops reading a list after maxGaps missing elements. If another program has
+// deleted more elements, the pass does not find the elements after the gap. These
+// elements make the kernel refuse a change of the list, and then checkPart reads them.
 const maxGaps = 16
 
 // readList adds the elements of a list to the snapshots. It reads the slots in order, until
@@ -107,8 +106,8 @@ func (ps *pass) found(e *element) {
 	}
 }
 
-// readStaleLists reads the lists that the table had when the pass began, and that no service
-// has.
+// readStaleLists reads the lists that no service has, but that the table had when the
+// pass began.
 func (t *table) readStaleLists(ctx context.Context, ps *pass) error {
 	if !ps.onDemand {
 		return nil

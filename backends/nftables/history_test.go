@@ -29,7 +29,8 @@ func TestHistories(t *testing.T) {
 	}
 }
 
-// testHistories tests passes that read the endpoints on demand if there are more than limit.
+// testHistories tests passes that read endpoints on demand if there are more endpoints
+// than limit.
 func testHistories(t *testing.T, limit int) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		ns := netnstest.New(tb)

@@ -65,7 +65,7 @@ func (d *inspection) line(sign, format string, args ...any) {
 
 // show adds the lines for f, in the order in which the rules look up the elements. The
 // argument want is the frontend that the view requires, or nil. If compare is false, show
-// only shows what the kernel has.
+// only shows the elements in the kernel.
 func (d *inspection) show(f, want *nodeview.Frontend, compare bool) {
 	sign := map[bool]string{true: "+", false: " "}[compare && want == nil]
 	for _, s := range allMatches {
@@ -122,7 +122,7 @@ func (d *inspection) show(f, want *nodeview.Frontend, compare bool) {
 }
 
 // list adds the lines for a list. The argument want has the endpoints that the list should
-// have. If it is nil, there should be none.
+// have. If want is nil, the list should have no endpoints.
 func (d *inspection) list(l *list, want *nodeview.Traffic, compare bool) {
 	missing := map[string]bool{}
 	if want != nil {
@@ -169,7 +169,7 @@ func (d *inspection) list(l *list, want *nodeview.Traffic, compare bool) {
 	}
 }
 
-// endpointText returns the endpoint of a list as its elements show it.
+// endpointText returns the text of the endpoint in the value of an element of the list.
 func endpointText(l *list, v value) string {
 	return format(mapID{kindEndpoints, l.match(), l.family}.description().data, v.data[:])
 }

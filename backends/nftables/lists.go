@@ -22,9 +22,9 @@ import (
 )
 
 // listKey identifies a list of endpoints within its service. Frontends of several service
-// ports may share a list; then it has the protocol and port of the first of them. The Local
-// list and the Cluster list of a port are always two lists, even if their endpoints are
-// equal for a time.
+// ports may share a list. Its key has the protocol and port of the first of these service
+// ports. The Local list and the Cluster list of a port are always two lists, even if
+// their endpoints are equal for a time.
 type listKey struct {
 	family   api.Family
 	local    bool
@@ -105,9 +105,9 @@ func (l *list) record(slot int) record {
 }
 
 // arrange sets the slots of l and the size of its class, so that l has the endpoints in
-// targets. Endpoints that are also in the list before keep their numbers and, if possible,
-// their slots. The slots of removed endpoints get first the endpoints whose own slots are
-// removed, and then new endpoints.
+// targets. The argument before is the previous list. Its endpoints keep their numbers
+// and, if possible, their slots. The slots of removed endpoints go first to the endpoints
+// whose own slots are removed, and then to new endpoints.
 func (l *list) arrange(before *list, targets []nodeview.Target) {
 	l.arrangeRecords(before, targets)
 	if isNumbered(l.number) {
@@ -407,9 +407,9 @@ func releasable(o *outline) (lists []list) {
 	return lists
 }
 
-// number sets the number of the list with the index i in o, unless it is set. The argument
-// frontend is the element that leads to the list. A list keeps its number. In a pass, it
-// keeps the number that this element has in the table.
+// number sets the number of the list with the index i in o, unless the list has a number.
+// The argument frontend is the element that leads to the list. A list keeps its number.
+// In a pass, it keeps the number that this element has in the table.
 func (t *table) number(o *outline, i int, before *listSet, frontend *elementID) error {
 	l := &o.lists[i]
 	if l.number == 0 {
@@ -432,8 +432,8 @@ func (t *table) number(o *outline, i int, before *listSet, frontend *elementID) 
 	return t.number(o, l.shortcut, before, &id)
 }
 
-// adopt returns number if the table has a list with this number, and no other service or
-// port uses it. Otherwise, it returns 0.
+// adopt returns the argument number if the table has a list with this number, and no
+// other service or port uses the number. Otherwise, it returns 0.
 func (t *table) adopt(number uint32, l *plannedList) uint32 {
 	key := listNumber{l.family, number}
 	if t.numbers.used[key] != inTable || !rangeOf(l.numbered).contains(number) {
@@ -446,7 +446,8 @@ func (t *table) adopt(number uint32, l *plannedList) uint32 {
 // endpoints returns the endpoints of the list that get traffic.
 func (n *plannedList) endpoints() []nodeview.Target { return limited(&n.traffic, n.numbered) }
 
-// limited returns the endpoints in t that a list with or without numbers can have.
+// limited returns the endpoints in t, but not more than a list with or without numbers
+// can have.
 func limited(t *nodeview.Traffic, numbered bool) []nodeview.Target {
 	limit := maxEndpoints
 	if numbered {
@@ -455,8 +456,8 @@ func limited(t *nodeview.Traffic, numbered bool) []nodeview.Target {
 	return t.Endpoints[:min(len(t.Endpoints), limit)]
 }
 
-// newList returns the list without its endpoints and the size of its class. The argument o is the outline with the
-// list.
+// newList returns the list, but not its endpoints and not the size of its class. The
+// argument o is the outline with the list.
 func (n *plannedList) newList(o *outline) list {
 	l := list{listKey: n.listKey, name: n.name, number: n.number, class: class{family: n.family, verdict: n.traffic.Verdict}}
 	if n.traffic.Verdict == nodeview.Forward {
@@ -468,7 +469,7 @@ func (n *plannedList) newList(o *outline) list {
 	return l
 }
 
-// changeList adds the difference between two lists with the same number to p. Either list
+// changeList adds to p the difference between two lists with the same number. Either list
 // may be nil.
 func (t *table) changeList(p *patch, old, next *list) {
 	any := next
@@ -553,8 +554,8 @@ func (t *table) changeList(p *patch, old, next *list) {
 	}
 }
 
-// settle records that a service has the lists in next, or that it has failed to get them.
-// The field hashSlots already counts the slots of next.
+// settle records that a service has the lists of the argument next, or has failed to get
+// them. The field hashSlots already counts the slots of next.
 func (t *table) settle(key types.NamespacedName, next []list, failed bool) {
 	drop, keep := t.services[key], next
 	if failed {

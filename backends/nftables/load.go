@@ -140,7 +140,7 @@ func (t *table) replaceTable(ctx context.Context) error {
 }
 
 // load compares chains with the present table. It writes the maps and chains that the
-// table lacks, and replaces chains that differ. It calls finish to add messages to the
+// table lacks, and replaces chains that differ. The function finish adds messages to the
 // same transaction.
 func (t *table) load(ctx context.Context, present listing, chains nft.Chains, finish func(*nft.Writer)) error {
 	t.skeleton = make(map[string]nft.Digest, len(chains))

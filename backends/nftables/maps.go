@@ -79,9 +79,9 @@ type mapID struct {
 	family api.Family
 }
 
-// allMaps returns every map and set of the table except the maps of clients, whose elements
-// packets add and remove. A pass removes stale elements in the order of the result, so it
-// removes frontends before their lists, and lists before their endpoints.
+// allMaps returns every map and set of the table, except the maps of clients. Packets add
+// and remove the elements of those. A pass removes stale elements in the order of the
+// result, so it removes frontends before their lists, and lists before their endpoints.
 func allMaps() []mapID {
 	var all []mapID
 	for kind := range kindClasses + 1 {
@@ -162,8 +162,7 @@ func (m mapID) hasText() bool { return m.kind == kindFrontends || m.kind == kind
 func (m mapID) belongsToList() bool { return kindLists <= m.kind && m.kind <= kindNumbers }
 
 // readOnDemand reports whether a pass of a large table reads the elements of the map only
-// when it needs them. This applies to the maps that lead to endpoints, which follow
-// kindLists in allMaps.
+// when it needs them. These maps lead to endpoints. They follow kindLists in allMaps.
 func (m mapID) readOnDemand() bool { return kindEndpoints <= m.kind && m.kind <= kindNumbers }
 
 // canCount reports whether elements of the map have counters with Options.Stats. Each

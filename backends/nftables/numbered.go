@@ -79,7 +79,7 @@ func weightedSlots(targets []nodeview.Target) []int {
 
 // arrangeSlots sets l.table so that the endpoints have slots by their weights or by stable
 // hashing. The field slots of l has the records of targets, possibly in another order.
-// Endpoints that are also in the list before keep their slots if possible.
+// The argument before is the previous list. Its endpoints keep their slots if possible.
 func (l *list) arrangeSlots(before *list, targets []nodeview.Target) {
 	l.table = ""
 	if len(targets) == 0 || l.class.algorithm == api.Random && !hasWeights(targets) {

@@ -60,8 +60,8 @@ func BenchmarkParameters(b *testing.B) {
 		mustSync(b, be, batchOf(true, changes...))
 		backendtest.Compare(b, cases...)
 	})
-	// For a restricted node port, the rules do one more lookup, and one for each prefix
-	// length of its ranges.
+	// For a restricted node port, the rules do one more lookup, and a lookup for each
+	// prefix length of its ranges.
 	b.Run("node-port", func(b *testing.B) {
 		be, ns := start(b, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(nodeAddr)}})
 		addPods(b, ns)
@@ -106,9 +106,9 @@ func BenchmarkParameters(b *testing.B) {
 }
 
 // BenchmarkHashing uses a service with stable hashing and 100 endpoints on two nodes. Each of
-// 100,000 clients connects to it on both nodes, and again after one endpoint was removed. The
-// benchmark reports the share of each endpoint, how many clients move, and how many reach
-// different endpoints on the two nodes.
+// 100,000 clients connects to it on both nodes, and again after one endpoint was removed.
+// The benchmark reports the share of each endpoint, the number of clients that move, and
+// the number of clients that reach different endpoints on the two nodes.
 func BenchmarkHashing(b *testing.B) {
 	const n, clients = 100, 100_000
 	for b.Loop() {

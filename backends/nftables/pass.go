@@ -138,8 +138,8 @@ func (ps *pass) read(ctx context.Context, c *conn) error {
 	return nil
 }
 
-// account records that the table has the element e if n is 1, and that it no longer has it
-// if n is -1.
+// account records that the table has the element e (n is 1), or no longer has it (n is
+// -1).
 func (ps *pass) account(e *element, n int) {
 	l := listNumber{e.m.family, 0}
 	switch e.m.kind {
@@ -314,8 +314,8 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 
 // keepOfFailed claims the elements that failed services may still need. It claims all
 // hairpin elements. If a service has claimed a frontend and then failed, the frontend still
-// has its old list, so keepOfFailed claims the elements of that list. The result leaves is
-// true if the table may keep elements that no service needs.
+// has its old list, so keepOfFailed claims the elements of that list. The result "leaves"
+// is true if the table may keep elements that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	kept := map[listNumber]bool{}
 	for m, s := range ps.snapshots {
@@ -353,8 +353,8 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// repairChains writes the chains of source ranges and of classes that the table lacks, and
-// those that differ from the expected chains.
+// repairChains writes chains of source ranges and of classes, if they are missing or
+// differ from the expected chains.
 func (t *table) repairChains(ctx context.Context) error {
 	l, err := t.conn.inspect(ctx, t.conn.Table)
 	if err != nil {

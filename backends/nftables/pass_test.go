@@ -301,7 +301,7 @@ func waitReadAhead(b *backend) {
 	}
 }
 
-// endpointsOf returns the elements of the endpoints that the kernel has for service i.
+// endpointsOf returns the kernel's elements for the endpoints of service i.
 func endpointsOf(t testing.TB, c *conn, i int) (endpoints []element) {
 	t.Helper()
 	get := func(id elementID) (element, bool) {

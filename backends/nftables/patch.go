@@ -84,7 +84,7 @@ func (p *patch) op(id elementID) *op {
 	return o
 }
 
-// own adds an op to the current part. It must be the only op of its element.
+// own adds an op to the current part. The element must have no other op.
 func (p *patch) own(o op) *op {
 	if len(p.block) == cap(p.block) {
 		p.block = make([]op, 0, min(max(2*cap(p.block), 16), 1024))
@@ -122,8 +122,8 @@ type part struct {
 	ops      []*op
 }
 
-// parts returns the parts of p that change something. It adds the services of parts that
-// cannot be programmed to failed.
+// parts returns the parts of p that change something. It adds to failed the services of
+// parts that cannot be programmed.
 func (p *patch) parts(failed *sink.Failed) []part {
 	excluded := map[int]bool{}
 	for i, err := range p.errors {

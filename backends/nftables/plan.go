@@ -17,7 +17,7 @@ import (
 type outline struct {
 	lists []plannedList
 	// ports has the lists of each port and family, in the order of nodeview.Frontends, as
-	// indexes of the field lists.
+	// indexes into the field lists.
 	ports []portLists
 	index map[listGroup]int
 	// perPort is true if service ports must not share a list.

@@ -54,7 +54,7 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	sourcelists.AddChains(&chains, restricted...)
 
 	// A program with a later nat chain may translate packets that this table would refuse. So
-	// these chains only record the refusal. The chain refusals, which is last, carries it out.
+	// these chains only record the refusal. The last chain, "refusals", carries it out.
 	// If there are several instances, one of them carries out all refusals.
 	chains.Add(dropLater, nft.SetPriority(nft.DropLater))
 	chains.Add(rejectLater, nft.SetPriority(nft.RejectLater))
@@ -83,11 +83,11 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	}
 	chains.Add("short-circuit", short...)
 
-	// The chain services finds the frontend of a packet. Then a chain frontend4 or
+	// The chain "services" finds the frontend of a packet. Then a chain frontend4 or
 	// frontend6 looks up the class of the frontend's list, and continues in the chain of
 	// that class. The chain of the class needs the number of the list again, to find the
-	// list's endpoints. A packet can only store one number. So the chain of the class calls
-	// the chain find4 or find6, which looks up the frontend again.
+	// list's endpoints. A packet can only store one number. So the chain of the class
+	// calls the chain find4 or find6, which looks up the frontend again.
 	var services []nft.Rule
 	for _, family := range nft.Families {
 		classes := mapID{kind: kindClasses, family: family}

@@ -54,8 +54,8 @@ func newSnapshot(m mapID) *snapshot {
 
 // readSnapshot reads a map. The kernel sends the elements in several messages. If it
 // resizes the hash table between two messages, it sends some elements twice and omits as
-// many others. So readSnapshot repeats a dump that has duplicates, and one during which
-// elements were removed. The journal j may be nil.
+// many others. So readSnapshot repeats a dump that has duplicates, and a dump during
+// which elements were removed. The journal j may be nil.
 func readSnapshot(ctx context.Context, c *conn, m mapID, j *journal) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
 		before := len(j.since(0))
@@ -127,7 +127,8 @@ func (s *snapshot) add(e *element) {
 	s.claims = append(s.claims, unclaimed)
 }
 
-// remove removes the element with this ID, and returns it. If there is none, ok is false.
+// remove removes the element with this ID, and returns it. If there is no such element,
+// ok is false.
 func (s *snapshot) remove(id *elementID) (e element, ok bool) {
 	i, ok := s.lookup(id)
 	if !ok {

@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// presentSources returns the number of the list with the source ranges of a frontend, as the
-// kernel has it.
+// presentSources returns the kernel's number of the list with the source ranges of a
+// frontend.
 func (t *table) presentSources(key types.NamespacedName) func(f *nodeview.Frontend) uint32 {
 	return func(f *nodeview.Frontend) uint32 { return t.sources.Of(key, f) }
 }
@@ -58,7 +58,7 @@ func (ps *pass) findSources(l *sourcelists.Lists) {
 }
 
 // writeLists writes lists that no frontend uses yet, with a part for each chunk. It adds
-// services whose lists the kernel refuses to failed.
+// to failed the services whose lists the kernel refuses.
 func (t *table) writeLists(ctx context.Context, failed *sink.Failed) error {
 	return t.sources.Fresh(maxOps, func(chunks []sourcelists.Chunk) (written []bool, err error) {
 		var parts []part

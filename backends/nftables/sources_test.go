@@ -41,7 +41,7 @@ func restrictedView(name string, ip byte, ports int, ranges []netip.Prefix, endp
 	})
 }
 
-// manyRanges returns n ranges, of which no two overlap.
+// manyRanges returns n ranges that do not overlap.
 func manyRanges(n int) (list []netip.Prefix) {
 	for i := range n {
 		list = append(list, netip.PrefixFrom(netip.AddrFrom4([4]byte{10 + byte(i>>16), byte(i >> 8), byte(i), 0}), 24))
@@ -88,7 +88,7 @@ func TestSourceRangesAreWrittenOnce(t *testing.T) {
 	}
 	a = restrictedView("a", 2, 30, ranges, "10.0.0.1")
 	fewer := restrictedView("a", 2, 30, ranges[1:], "10.0.0.1")
-	change(a, fewer) // a shared its list with another service
+	change(a, fewer) // the service a shared its list with another service
 	if n := change(fewer, restrictedView("a", 2, 30, ranges[2:], "10.0.0.1")); n > 300 {
 		t.Errorf("the removal of a range needs %d octets", n)
 	}

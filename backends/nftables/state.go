@@ -30,13 +30,14 @@ type state struct {
 	ranges sourcelists.Counts
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]nft.Digest
-	// wanted has the use count of each element of a shared map: the number of services that
-	// need it.
+	// wanted has the use count of each element of a shared map: the number of services
+	// that need the element.
 	wanted map[sharedID]int32
 	most   shrink.Size // the size of the map wanted, see shrink.Map
-	// held has the elements of shared maps that stay although no service needs them: those that
-	// the table had when the current pass began, because services later in the pass may need
-	// them. After a pass in which services failed, it has those that these services may need.
+	// held has the elements of shared maps that stay although no service needs them.
+	// During a pass, these are the elements that the table had when the pass began,
+	// because services later in the pass may need them. After a pass in which services
+	// failed, they are the elements that these services may need.
 	held map[mapID]*snapshot
 	// journals record the changes of elements.
 	journals []*journal
@@ -77,8 +78,7 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	return h
 }
 
-// count records that the kernel has an element if n is 1, and that the kernel no longer
-// has it if n is -1.
+// count records that the kernel has an element (n is 1), or no longer has it (n is -1).
 func (s *state) count(id *elementID, v *value, n int) {
 	for _, j := range s.journals {
 		j.add(id, v, n > 0)
@@ -95,7 +95,7 @@ func (s *state) count(id *elementID, v *value, n int) {
 	}
 }
 
-// increment adds n to the count of key, and deletes the count if it is then 0.
+// increment adds n to the count of key, and deletes the count if the sum is 0.
 func increment[K comparable, N int | int32](counts map[K]N, key K, n N) {
 	if counts[key] += n; counts[key] == 0 {
 		delete(counts, key)
@@ -133,8 +133,8 @@ func (s *state) classesDeleted(list []class) {
 	}
 }
 
-// slotChainsMade records that the kernel has the chains that choose slots for the classes
-// that it has.
+// slotChainsMade records that the kernel has the slot-choosing chains of the present
+// classes.
 func (s *state) slotChainsMade() {
 	for c := range s.made {
 		if slot, ok := c.needs(); ok {

@@ -54,8 +54,8 @@ type table struct {
 	skeleton map[string]nft.Digest
 	// podCIDRs are those pod CIDRs of the Node object that the skeleton contains.
 	podCIDRs []netip.Prefix
-	// serviceCIDRs are the service CIDRs that setServiceCIDRs has set. They are nil before
-	// its first call.
+	// serviceCIDRs are the service CIDRs that setServiceCIDRs has set. They are nil
+	// before the first call of setServiceCIDRs.
 	serviceCIDRs []netip.Prefix
 	// replaced is the name of the table that the current pass replaces, and deletes at its
 	// end. It is empty if there is no such table.
@@ -63,7 +63,8 @@ type table struct {
 	// repeated is true if services failed in a pass that would have replaced a table. The
 	// next pass replaces the table even if services fail again.
 	repeated bool
-	// ahead is the next pass, if its table has been read, or nil.
+	// ahead is the next pass if the table has already been read for it, and otherwise
+	// nil.
 	ahead *pass
 	// pass is the current pass, or nil if there is none.
 	pass *pass

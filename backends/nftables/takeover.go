@@ -19,12 +19,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Before a new table replaces a table of an earlier layout, the new table gets the clients
-// with session affinity of the old one. In the old layout, each endpoint of a service port
-// has a number. The set clients4 has pairs of a number and a client's address. The maps
-// service-endpoints4, nodeport-endpoints4 and address-endpoints4, and the same maps with the
-// prefix "node-", lead from a frontend and a number to the endpoint. If the old table has
-// other sets, the new table gets no clients.
+// Before a new table replaces a table of an earlier layout, the new table gets the old
+// table's clients with session affinity. In the old layout, each endpoint of a service
+// port has a number. The set clients4 has pairs of a number and a client's address. The
+// maps service-endpoints4, nodeport-endpoints4 and address-endpoints4, and the same maps
+// with the prefix "node-", lead from a frontend and a number to the endpoint. If the old
+// table has other sets, the new table gets no clients.
 
 // takeover is the state of the copy of one family's clients.
 type takeover struct {
@@ -43,8 +43,7 @@ type takenClient struct {
 	timeout, expiration []byte
 }
 
-// maxLateClients limits the clients that are added by the transaction that replaces the old
-// table.
+// maxLateClients limits the clients in the transaction that replaces the old table.
 const maxLateClients = 1_000
 
 // takeClients writes clients of the old table to the new table. It returns, by family, the

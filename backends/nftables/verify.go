@@ -22,7 +22,7 @@ import (
 // drift is the state of the search for changes that other programs made to the table.
 //
 // While the result of conn.foreignCommits stays the same, no other program changes any
-// table, and no search is needed. A new result means that this table or another one was
+// table, and no search is needed. A new result means that this table or another table was
 // changed. The search has two steps. The first step is a check, which is cheap. It reads
 // the chains, and the number of elements if the kernel reports it. The second step is a
 // comparison, which is expensive, because it reads all elements.
@@ -45,8 +45,8 @@ type drift struct {
 	comparison *mapComparison
 	// unsure is true if Syncs changed a map each time that the current comparison read it.
 	unsure bool
-	// compareAt is the earliest time of the next comparison. After a drift was found, Verify
-	// only checks that the table has rules until verifyAt.
+	// compareAt is the earliest time of the next comparison. After a drift was found, and
+	// until verifyAt, Verify only checks that the table has rules.
 	compareAt, verifyAt time.Time
 	pause               kernelnode.DriftPause
 }
@@ -112,7 +112,8 @@ func (t *table) findDrift(ctx context.Context, now time.Time) error {
 		return err
 	}
 	if now.Before(d.verifyAt) {
-		// Without rules, no service works. So their loss is found even during the pause.
+		// Without rules, no service works. So Verify finds the loss of rules even during
+		// the pause.
 		l, err := t.conn.inspect(ctx, t.conn.Table)
 		if err == nil && !l.hasRules() {
 			err = errDeleted

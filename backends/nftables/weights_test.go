@@ -46,7 +46,7 @@ func slotsOf(b *backend, v *api.View) map[netip.Addr]int {
 }
 
 // TestWeightsChangeFewElements changes endpoints and weights. Only slots of the changed
-// endpoint and as many others may change, and a restart changes nothing.
+// endpoint and an equal number of other slots may change. A restart changes nothing.
 func TestWeightsChangeFewElements(t *testing.T) {
 	weights := func(last ...int32) *api.View {
 		all := make([]int32, 0, 41)

@@ -21,8 +21,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// numbered returns the view of the service web-<number> with this number of endpoints. The
-// address of the last endpoint ends with the octet last.
+// numbered returns the view of the service web-<number> with this number of endpoints.
+// The argument last is the last octet of the last endpoint's address.
 func numbered(number, endpoints int, last byte) *api.View {
 	var all []string
 	for i := range endpoints {

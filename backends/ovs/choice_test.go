@@ -162,8 +162,9 @@ func (n *testNetwork) tracked(t *testing.T) int {
 	return len(all)
 }
 
-// TestNodesChooseEqually checks that two nodes, which got endpoints in different orders,
-// choose the same endpoints, and that a removed endpoint moves few connections of others.
+// TestNodesChooseEqually checks that two nodes choose the same endpoints, although the
+// nodes got them in different orders. A removed endpoint must move few connections of
+// other endpoints.
 func TestNodesChooseEqually(t *testing.T) {
 	if slowMachine() {
 		t.Skip("takes too long on an emulated machine")

@@ -28,7 +28,7 @@ import (
 const dirVariable = "KPNG_OVS_DIR"
 
 // The tables of the two instances that the kit runs, and the table of the test's own
-// flows, which forward packets. The instance that runs alone in most cases has the second
+// flows, which forward packets. In most cases, only one instance runs. It has the second
 // table, because the last instance commits the connections of the node itself.
 const (
 	firstTable, secondTable, forwardTable = 10, 30, 50
@@ -204,8 +204,8 @@ var externalNetworks = []string{"198.18.0.0/16", "fd00:198:18::/112"}
 
 // moveToBridge moves addresses and routes to the bridge's local port. It runs in the
 // network namespace of the node. The node's own connections to node ports, and to external
-// addresses that the node has, have to reach the bridge, too. So rules send them there before
-// the kernel delivers them locally.
+// addresses that the node has, have to reach the bridge, too. So rules send these
+// connections to the bridge before the kernel delivers them locally.
 func moveToBridge(ports []port) error {
 	local, err := netlink.LinkByName(ovstest.Bridge)
 	if err != nil {

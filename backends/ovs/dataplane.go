@@ -319,8 +319,8 @@ func (d *dataplane) Apply(ctx context.Context, ops []op) error {
 	if err != nil {
 		return err
 	}
-	// The switch deletes the flows of a group with the group, which costs much less than a
-	// message for each flow.
+	// The switch deletes the flows of a group together with the group. That costs much
+	// less than a message for each flow.
 	deleted := map[uint32]bool{}
 	for _, o := range ops {
 		if id, ok := o.Key.(groupID); ok && o.New == nil {
@@ -461,8 +461,9 @@ func (g *group) sorted() []openflow.Bucket {
 	return all
 }
 
-// changeGroup returns messages that change a group into the wanted one, and whether they
-// replace all buckets. The argument present is nil if there is no such group.
+// changeGroup returns messages that change a group to its wanted state, and reports
+// whether they replace all buckets. The argument present is nil if there is no such
+// group.
 func changeGroup(id uint32, present, wanted *group) (messages []openflow.Message, replaced bool) {
 	all := wanted.sorted()
 	set := openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, ByClient: wanted.byClient, Buckets: all})

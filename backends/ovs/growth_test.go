@@ -127,8 +127,8 @@ func TestFrontendsShareTheirRecords(t *testing.T) {
 	}
 }
 
-// TestAServiceHasAShareOfNumbers checks that a service that needs too many groups fails by
-// name before they are made, and that it keeps no numbers.
+// TestAServiceHasAShareOfNumbers checks a service that needs too many groups. It fails by
+// name before the groups are made, and keeps no numbers.
 func TestAServiceHasAShareOfNumbers(t *testing.T) {
 	n := newNode(t)
 	n.mustPass()

@@ -71,7 +71,7 @@ func TestHistories(t *testing.T) {
 	})
 }
 
-// faults is a proxy in front of a bridge that makes some bundles fail.
+// faults is a proxy in front of a bridge. It makes some bundles fail.
 type faults struct {
 	runDir, dir, bridge string
 

@@ -95,8 +95,8 @@ type CT struct {
 	Table uint8
 	// Commit records the connection.
 	Commit bool
-	// Actions are nested actions: address translation, and actions that change the mark of a
-	// connection that is committed.
+	// Actions are nested actions: address translation, and actions that change the mark
+	// of a committed connection.
 	Actions Actions
 }
 
@@ -137,8 +137,8 @@ func TranslateDestination(addr netip.Addr, port uint16) Actions {
 	return nat(natDestination, []netip.Addr{addr}, ports)
 }
 
-// TranslateSource replaces the source address by one from a range, and the source port by
-// one from another range.
+// TranslateSource replaces the source address by an address from a range, and the source
+// port by a port from another range.
 func TranslateSource(first, last netip.Addr, firstPort, lastPort uint16) Actions {
 	return nat(natSource, slices.Compact([]netip.Addr{first, last}), []uint16{firstPort, lastPort})
 }

@@ -349,7 +349,7 @@ func groupRequests(ids []uint32) [][]byte {
 	return requests
 }
 
-// GroupCounts returns how many packets each bucket of each group has got since the group was
+// GroupCounts returns the number of packets that each bucket has got since its group was
 // created or changed, in the order of the buckets. The numbers of a group that does not
 // exist are nil.
 func (c *Conn) GroupCounts(ctx context.Context, ids []uint32) ([][]uint64, error) {

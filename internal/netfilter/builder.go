@@ -17,8 +17,7 @@ type Builder struct{ b []byte }
 // headersLen is the length of the two headers of a message.
 const headersLen = unix.NLMSG_HDRLEN + 4
 
-// Encoded returns the encoded messages. The slice is valid until the next call of another
-// method.
+// Encoded returns the encoded messages. A call of another method makes the slice invalid.
 func (w *Builder) Encoded() []byte { return w.b }
 
 // Len returns the length of the encoded messages in octets.
@@ -27,8 +26,8 @@ func (w *Builder) Len() int { return len(w.b) }
 // Grow makes room for n more octets.
 func (w *Builder) Grow(n int) { w.b = slices.Grow(w.b, n) }
 
-// Begin starts a message. The upper octet of msgType is the subsystem. Begin returns the
-// argument for End.
+// Begin starts a message, and returns the argument for End. The upper octet of msgType is
+// the subsystem.
 func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 	at := len(w.b)
 	w.b = append(w.b, 0, 0, 0, 0) // length, set by End
@@ -43,8 +42,8 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 func (w *Builder) End(at int) { binary.NativeEndian.PutUint32(w.b[at:], uint32(len(w.b)-at)) }
 
 // beginBatch starts a sequence of nf_tables messages that take effect together, and
-// endBatch ends it. If generation is neither 0 nor the number of the kernel's last
-// transaction, the kernel refuses the sequence with ERESTART.
+// endBatch ends it. The kernel refuses the sequence with ERESTART unless the argument
+// generation is 0 or the number of the kernel's last transaction.
 func (w *Builder) beginBatch(generation uint32) { w.batch(unix.NFNL_MSG_BATCH_BEGIN, generation) }
 func (w *Builder) endBatch()                    { w.batch(unix.NFNL_MSG_BATCH_END, 0) }
 

@@ -12,9 +12,9 @@ import (
 )
 
 // Check calls fill to encode messages, and sends them as an nf_tables transaction without
-// an end. The kernel checks such a transaction and then discards it. Check calls f for
-// each message, in order, with the error or nil. If Check returns an error, the kernel
-// checked nothing, for example because it has no nf_tables.
+// an end. The kernel checks such a transaction and then discards it. For each message, in
+// order, Check calls f with the kernel's error or nil. If Check itself returns an error,
+// the kernel has checked no message, for example because it has no nf_tables.
 func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) error {
 	var w Builder
 	w.beginBatch(0)

@@ -21,9 +21,9 @@ import (
 
 // Conn is a connection to netfilter. One goroutine may use it at a time.
 type Conn struct {
-	// Describe returns the value of Failure.What for a refused message. The kernel refused
-	// the attribute at offset. If offset is negative, the kernel named no attribute.
-	// Default: empty descriptions.
+	// Describe returns the value of Failure.What for a refused message. The argument
+	// offset is the position of the refused attribute. It is negative if the kernel named
+	// no attribute. Default: empty descriptions.
 	Describe func(msgType uint16, attributes []byte, offset int) string
 	// Transacted is called after each attempt at a transaction, with its size in bytes and
 	// its error or nil. Default: none.
@@ -82,9 +82,9 @@ func (c *Conn) open() error {
 
 // Close closes the connection. The next request opens it again.
 //
-// When a program closes a connection, the kernel lets no transaction of nf_tables begin until
-// it has destroyed what earlier transactions removed. This takes a grace period of RCU, often
-// 10 to 100 ms. So a process should keep its connections open.
+// When a program closes a connection, the kernel first destroys all objects that earlier
+// transactions removed. Until then, no transaction of nf_tables can begin. This takes a grace
+// period of RCU, often 10 to 100 ms. So a process should keep its connections open.
 func (c *Conn) Close() error {
 	if c.nl == nil {
 		return nil
@@ -109,14 +109,14 @@ func (c *Conn) setSequenceNumbers(b []byte) (first, last uint32) {
 
 // Transact calls fill to encode messages, and sends them as one nf_tables transaction.
 // All messages take effect together. If Transact returns an error other than
-// ErrUnknownOutcome, no message takes effect. It retries transient failures up to five
-// times, within 31 ms.
+// ErrUnknownOutcome, no message takes effect. Transact retries transient failures up to
+// five times, within 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 	return c.TransactAt(ctx, 0, fill)
 }
 
-// TransactAt is like Transact, but the kernel refuses the messages with ERESTART if
-// generation is neither 0 nor the number of the kernel's last transaction.
+// TransactAt is like Transact, but the kernel refuses the messages with ERESTART unless
+// the argument generation is 0 or the number of the kernel's last transaction.
 func (c *Conn) TransactAt(ctx context.Context, generation uint32, fill func(*Builder)) error {
 	var w Builder
 	w.beginBatch(generation)
@@ -184,8 +184,8 @@ func requestAck(b []byte) {
 	binary.NativeEndian.PutUint16(b[6:], binary.NativeEndian.Uint16(b[6:])|unix.NLM_F_ACK)
 }
 
-// Query sends the request that fill encodes. It calls f with the attributes of each
-// message of the answer. A request with the flag NLM_F_DUMP has an answer of many
+// Query sends the request that the function fill encodes. It calls f with the attributes
+// of each message of the answer. A request with the flag NLM_F_DUMP has an answer of many
 // messages, and may fail with ErrInterrupted.
 func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes []byte)) error {
 	var failed error
@@ -203,16 +203,16 @@ func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes
 	return nil
 }
 
-// Each sends the requests that fill encodes. It calls f for each request, in order, with
-// the error or nil. A failed request does not stop the others.
+// Each sends the requests that the function fill encodes. For each request, in order, it
+// calls f with the kernel's error or nil. A failed request does not stop the others.
 func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
 	return c.sendRequests(ctx, fill, func(header, []byte) {}, f)
 }
 
-// sendRequests sends the requests that fill encodes. It calls the function answer with
-// each message that the kernel returns, and the function outcome once for each request,
-// with the error or nil. When ctx ends, a dump stops. For other requests ctx is ignored,
-// because the kernel answers them immediately.
+// sendRequests sends the requests that the function fill encodes. It calls the function
+// answer with each message that the kernel returns. Once for each request, it calls the
+// function outcome with the kernel's error or nil. When ctx ends, a dump stops. For other
+// requests ctx is ignored, because the kernel answers them immediately.
 func (c *Conn) sendRequests(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {

@@ -39,9 +39,9 @@ func (f *Failure) Unwrap() error { return f.Errno }
 var (
 	// ErrUnknownOutcome means that a transaction got no answer. It may have taken effect.
 	ErrUnknownOutcome = errors.New("no answer to a transaction")
-	// ErrInterrupted means that the tables of the network namespace, or the
-	// connection-tracking table, changed during a dump. Query has nevertheless passed the
-	// whole answer to its caller.
+	// ErrInterrupted means that the dumped objects changed during a dump: the tables of
+	// the network namespace, or the connection-tracking table. Query has nevertheless
+	// passed the whole answer to its caller.
 	ErrInterrupted = errors.New("the dump was interrupted")
 )
 
@@ -68,8 +68,8 @@ func errorOf(payload []byte) unix.Errno {
 	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
 }
 
-// failure decodes an NLMSG_ERROR message, which consists of h and payload. The request
-// that failed is one of the messages in batch.
+// failure decodes an NLMSG_ERROR message, which consists of the header h and the payload.
+// The failed request is one of the messages in batch.
 func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	f := &Failure{Errno: errorOf(payload)}
 	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {

@@ -15,8 +15,8 @@ import (
 )
 
 // LegacyTables returns the tables of iptables-legacy that the kernel has loaded in the
-// network namespace of the calling thread. If a program reads another table, the kernel
-// loads that table, with base chains without rules.
+// network namespace of the calling thread. If a program reads a table that is not loaded,
+// the kernel loads it. The base chains of this table have no rules.
 func LegacyTables(family api.Family) ([]string, error) {
 	file := "/proc/thread-self/net/ip_tables_names"
 	if family == api.IPv6 {

@@ -12,13 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// quietListings is the number of consecutive interrupted listings without a new chain
-// after which ListChains returns.
+// ListChains returns after quietListings consecutive interrupted listings without a new
+// chain.
 const quietListings = 3
 
 // ListChains calls f with the attributes of each chain of a family, such as NFPROTO_INET.
-// The function f returns true if the chain concerns the caller and the caller has not
-// seen it before. ListChains may call f several times with the same chain.
+// The function f has to return true for a chain that concerns the caller and that the
+// caller has not seen before. ListChains may call f several times with the same chain.
 //
 // The kernel answers in several messages. Before each further message, it skips as many
 // chains as it has already sent, in all tables of the family. So if a table changes

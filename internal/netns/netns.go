@@ -13,7 +13,7 @@ import (
 )
 
 // Do calls f on a thread in the network namespace with the file descriptor ns. If ns is
-// 0, it just calls f. Programs that f starts run in that namespace too.
+// 0, Do just calls f. Programs that f starts also run in the namespace.
 func Do(ns int, f func()) error {
 	if ns == 0 {
 		f()

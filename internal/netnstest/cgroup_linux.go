@@ -20,8 +20,8 @@ import (
 type Cgroup struct {
 	// Dir is the directory of the cgroup.
 	Dir string
-	// parent is the directory of the cgroup above Dir. home is the directory of the cgroup
-	// from which MakeCgroup moved the process.
+	// The field parent is the directory of the cgroup above Dir. The field home is the
+	// directory of the cgroup in which the process was before MakeCgroup.
 	parent, home string
 }
 
@@ -74,8 +74,8 @@ func NewCgroup(t testing.TB) *Cgroup {
 	return c
 }
 
-// Below makes the cgroup with this name below c. It exists until the test ends, or until the
-// caller removes its directory.
+// Below makes a cgroup with this name below c. The new cgroup exists until the test ends, or
+// until the caller removes its directory.
 func (c *Cgroup) Below(t testing.TB, name string) *Cgroup {
 	t.Helper()
 	below := &Cgroup{Dir: filepath.Join(c.Dir, name), parent: c.parent}

@@ -83,9 +83,9 @@ func (n *Namespace) Close() {
 	unix.Close(n.FD)
 }
 
-// Do calls f on a thread that is in the namespace. Sockets that f opens and processes
-// that it starts stay in the namespace. f must not start goroutines, which would run
-// outside the namespace.
+// Do calls f on a thread that is in the namespace. Sockets and processes of f stay in the
+// namespace. The function f must not start goroutines, because they would run outside the
+// namespace.
 func (n *Namespace) Do(f func() error) error {
 	return onThread(func() error { return n.enter(f) })
 }
@@ -114,8 +114,8 @@ func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	return ended, <-started
 }
 
-// Command returns a command line that runs a program in the namespace. Use Command for
-// code that starts programs itself.
+// Command returns a command line that runs a program in the namespace. Use it for code
+// that starts programs itself.
 func (n *Namespace) Command(args ...string) []string {
 	return append([]string{"nsenter", fmt.Sprintf("--net=/proc/%d/fd/%d", os.Getpid(), n.FD), "--"}, args...)
 }
@@ -293,9 +293,10 @@ func parseAddr(t testing.TB, s string) *netlink.Addr {
 	return addr
 }
 
-// Shadow makes the test, and the processes that it starts, run a program in the namespace, whose
-// calls it records. The returned function returns the arguments of the calls since its last
-// call. While the file fail exists, the program fails and does nothing.
+// Shadow replaces a program, for the test and the processes that the test starts. The
+// replacement records each call, and runs the program in the namespace. The returned function
+// returns the arguments of the calls that were recorded since it was last called. While the file
+// with the name in fail exists, the replacement fails and does nothing.
 func (n *Namespace) Shadow(t testing.TB, program string) (calls func() []string, fail string) {
 	t.Helper()
 	dir := t.TempDir()

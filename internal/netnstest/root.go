@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// NeedRoot skips a test that needs root on Linux, if another user runs it.
+// NeedRoot skips a test that needs root on Linux, unless root runs the test.
 func NeedRoot(t testing.TB) {
 	t.Helper()
 	if runtime.GOOS == "linux" && os.Geteuid() != 0 {

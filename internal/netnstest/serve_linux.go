@@ -83,8 +83,8 @@ func Answer(t testing.TB, in Place, address, name string) {
 	}()
 }
 
-// Send sends UDP packets from one socket in a place to an address. A packet may be lost,
-// because an earlier one was refused.
+// Send sends UDP packets from one socket in a place to an address. A packet may be lost
+// if an earlier packet was refused.
 func Send(t testing.TB, in Place, address string, packets int) {
 	t.Helper()
 	err := in(func() error {
@@ -103,8 +103,8 @@ func Send(t testing.TB, in Place, address string, packets int) {
 	}
 }
 
-// TimeConnect opens a TCP connection to an IPv4 address in the network namespace of the
-// calling thread. It returns the time that this took.
+// TimeConnect opens a TCP connection to an IPv4 address, in the network namespace of the
+// calling thread. It returns the duration of the connection attempt.
 func TimeConnect(to unix.Sockaddr) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -16,7 +16,8 @@ import (
 // ErrNoTables means that the kernel cannot have tables.
 var ErrNoTables = errors.New("the kernel lacks nf_tables (module nf_tables)")
 
-// Explain wraps ErrNoTables if err is the answer of a kernel without nf_tables.
+// If err is the answer of a kernel without nf_tables, Explain returns an error that wraps
+// ErrNoTables.
 func Explain(err error) error {
 	if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT) {
 		return fmt.Errorf("%w: %w", ErrNoTables, err)
@@ -31,9 +32,9 @@ type Conn struct {
 }
 
 // NewConn returns a connection in the network namespace of the file descriptor netNS, or
-// of the process if netNS is 0. The first request opens the connection. The function
-// describe returns the text of an encoded element of a set, for errors. It returns an empty
-// string if it does not know the set.
+// of the process if netNS is 0. The first request opens the connection. Errors contain the
+// text that the function describe returns for an encoded element of a set. If describe does
+// not know the set, it returns an empty string.
 func NewConn(netNS int, table string, describe func(set string, item []byte) string) *Conn {
 	c := netfilter.NewConn(netNS)
 	c.Describe = func(msgType uint16, attributes []byte, offset int) string {
@@ -56,15 +57,15 @@ func (c *Conn) Query(ctx context.Context, fill func(*Writer), f func(attributes 
 	return c.Conn.Query(ctx, func(b *netfilter.Builder) { fill(&Writer{b, c.Table}) }, f)
 }
 
-// list requests all objects of one kind in the table. If name is not empty, the
-// attribute attr has this value.
+// list requests all objects of one kind in the table. If name is not empty, list requests
+// only objects whose attribute attr has this value.
 //
 // The kernel answers in several messages. Before each further message, it skips as many
 // objects of this table as it has already sent. The kernel reports an interruption if
-// any table changed between two messages. Only a change of this table matters, and
-// other programs should not change it, so list ignores interruptions. If another
-// program changes the table, the generation of nf_tables changes, and callers read the
-// table again.
+// any table changed between two messages. The function list ignores interruptions,
+// because only a change of this table matters, and other programs should not change this
+// table. If another program changes the table, the generation of nf_tables changes, and
+// callers read the table again.
 func (c *Conn) list(ctx context.Context, msg int, attr uint16, name string, f func(attributes []byte)) error {
 	err := c.Query(ctx, func(w *Writer) { w.named(msg, unix.NLM_F_DUMP, attr, name) }, f)
 	if errors.Is(err, netfilter.ErrInterrupted) {
@@ -91,13 +92,14 @@ func decodeElements(attributes []byte, f func(item []byte)) {
 }
 
 // maxGet limits the elements of a request. The kernel answers with a message for each
-// element, and all of them must fit into the socket's buffer.
+// element, and all messages must fit into the socket's buffer.
 const maxGet = 500
 
-// Get calls f with the encoding of each of n elements of a map or set, in order, or with nil
-// if the element does not exist. The function encode adds the key of element i to a message.
-// Get stops if f returns false. For many elements of a large map, Get is faster than Dump,
-// because the kernel begins each message of a dump at the first element.
+// Get reads n elements of a map or set. For each element, in order, it calls f with the
+// encoding of the element, or with nil if the element does not exist. The function encode
+// adds the key of element i to a message. Get stops if f returns false. For many elements of
+// a large map, Get is faster than Dump, because the kernel begins each message of a dump at
+// the first element.
 func (c *Conn) Get(ctx context.Context, set string, n int, encode func(w *Writer, i int), f func(i int, item []byte) (more bool)) error {
 	for next, more := 0, true; next < n && more; {
 		first, end := next, min(next+maxGet, n)
@@ -172,7 +174,8 @@ func (c *Conn) Inspect(ctx context.Context, f func(chain string, rule []byte)) (
 	return l, nil
 }
 
-// Find returns a listing that only says whether the table exists and is dormant.
+// Find returns a listing that says only whether the table exists and whether it is
+// dormant.
 func (c *Conn) Find(ctx context.Context) (*Listing, error) {
 	l := &Listing{Sets: map[string]Set{}, Chains: map[string]Digest{}}
 	err := c.Query(ctx, func(w *Writer) { w.named(unix.NFT_MSG_GETTABLE, 0, 0, "") }, func(attributes []byte) {

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Digest summarizes the hook and the rules of a chain. Equal digests mean equal chains. Only
-// digests of the same process are comparable.
+// Digest summarizes the hook and the rules of a chain. If two digests are equal, the
+// chains are equal. Only digests of the same process are comparable.
 type Digest struct {
 	// Rules is the number of rules.
 	Rules int
@@ -39,8 +39,8 @@ func (d *Digest) add(rule []byte) {
 }
 
 // canonical returns the normal form of an encoded rule. The kernel lists a rule with
-// reordered attributes and with additional default values. The normal form of the listed
-// rule equals that of the rule that was sent.
+// reordered attributes and with additional default values. The listed rule and the rule
+// that was sent have the same normal form.
 func canonical(rule []byte) (b []byte) {
 	for _, expression := range netfilter.Attributes(rule) {
 		name := netfilter.String(netfilter.Attribute(expression, unix.NFTA_EXPR_NAME))

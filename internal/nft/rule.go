@@ -18,16 +18,16 @@ import (
 )
 
 // Rule is a rule or a part of a rule: a sequence of encoded expressions. The operator +
-// joins parts. Unless their comments say otherwise, expressions load data into register 0,
-// and use the data of register 0.
+// joins parts. Expressions load data into register 0 and use the data of register 0,
+// unless their comments say otherwise.
 type Rule string
 
 func expression(name string, attributes ...string) Rule {
 	return Rule(nested(unix.NFTA_LIST_ELEM, text(unix.NFTA_EXPR_NAME, name), nested(unix.NFTA_EXPR_DATA, attributes...)))
 }
 
-// These functions encode attributes of an expression: octets, other attributes, a number,
-// the number of a register, text, and data for a register.
+// Each of these functions encodes one kind of attribute of an expression: octets, other
+// attributes, a number, the number of a register, text, or data for a register.
 
 func octets(attr uint16, v ...byte) string {
 	var w netfilter.Builder
@@ -98,7 +98,7 @@ func Between(first, last uint32) Rule {
 	return toNetwork + compare(unix.NFT_CMP_GTE, bigEndian(first)) + compare(unix.NFT_CMP_LTE, bigEndian(last))
 }
 
-// And clears the bits of a number that are not set in mask.
+// And clears those bits of the loaded number that are not set in mask.
 func And(mask uint32) Rule { return bitwise(0, Native(mask), Native(0)) }
 
 // bitwise clears the bits of data that are not set in mask, and then flips the bits that
@@ -136,7 +136,7 @@ func LookupVerdict(m string) Rule {
 }
 
 // Dynset adds or deletes an element of a map. Its key begins in register 0, and its value is
-// in another register. The argument operation is such as NFT_DYNSET_OP_UPDATE.
+// in another register. An example of the argument operation is NFT_DYNSET_OP_UPDATE.
 func Dynset(m string, operation uint32, value int, timeout time.Duration) Rule {
 	attributes := []string{
 		text(unix.NFTA_DYNSET_SET_NAME, m), number(unix.NFTA_DYNSET_OP, operation),
@@ -173,7 +173,7 @@ type Key struct {
 // NewKey returns a Key without parts.
 func NewKey(family api.Family) *Key { return KeyAfter(family, MatchFamily(family)) }
 
-// KeyAfter returns a Key without parts whose rule begins with the given expressions. These
+// KeyAfter returns a Key without parts. Its rule begins with the given expressions, which
 // must match only packets of the given family.
 func KeyAfter(family api.Family, begin Rule) *Key { return &Key{family: family, rule: begin} }
 
@@ -227,8 +227,8 @@ func (k *Key) SourceHash(modulus, seed uint32) *Key {
 	return k.hash(from, to, n, modulus, seed, 0)
 }
 
-// StableHash loads a hash from 1 to modulus, of the source address of a packet, and of its
-// source port if withPort is true. The seed must not be 0.
+// StableHash loads a hash from 1 to modulus. It hashes the source address of a packet, and
+// the source port if withPort is true. The seed must not be 0.
 func (k *Key) StableHash(withPort bool, modulus, seed uint32) *Key {
 	const from = 4 // aligned for addresses of both families
 	to, n := k.register, AddrLen(k.family)
@@ -248,13 +248,13 @@ func (k *Key) hash(from, to, n int, modulus, seed, offset uint32) *Key {
 		number(unix.NFTA_HASH_OFFSET, offset)), 4)
 }
 
-// Masked clears the bits of the part that was loaded last, except those in mask.
+// Masked clears all bits of the last loaded part that are not set in mask.
 func (k *Key) Masked(mask []byte) *Key {
 	return k.add(bitwise(k.register-len(mask)/4, mask, make([]byte, len(mask))), 0)
 }
 
-// PrefixMask returns the mask of a prefix that has the given number of bits and
-// addresses of a family.
+// PrefixMask returns the mask of a prefix. The prefix has addresses of the given family,
+// and the given number of bits.
 func PrefixMask(family api.Family, bits int) []byte {
 	mask := make([]byte, AddrLen(family))
 	for i := range bits {
@@ -263,7 +263,7 @@ func PrefixMask(family api.Family, bits int) []byte {
 	return mask
 }
 
-// Then returns the complete rule, which ends with these expressions.
+// Then returns the complete rule. The rule ends with these expressions.
 func (k *Key) Then(end Rule) Rule { return k.rule + end }
 
 // DNATTo translates the destination to the address and the port in two registers. If the
@@ -328,7 +328,7 @@ var (
 // next rule.
 func Jump(chain string) Rule { return verdict(unix.NFT_JUMP, chain) }
 
-// GoTo sends packets to a chain, from which they do not come back.
+// GoTo sends packets to a chain. The packets do not return from that chain.
 func GoTo(chain string) Rule { return verdict(unix.NFT_GOTO, chain) }
 
 func verdict(code int32, chain string) Rule {
@@ -345,7 +345,7 @@ var Reject = expression("reject", number(unix.NFTA_REJECT_TYPE, unix.NFT_REJECT_
 // reset answers a TCP packet with a reset.
 var reset = expression("reject", number(unix.NFTA_REJECT_TYPE, unix.NFT_REJECT_TCP_RST))
 
-// StartsHere matches packets that this node sends.
+// StartsHere matches packets that this node itself sends.
 func StartsHere() Rule {
 	return expression("fib", register(unix.NFTA_FIB_DREG, 0), number(unix.NFTA_FIB_FLAGS, unix.NFTA_FIB_F_SADDR),
 		number(unix.NFTA_FIB_RESULT, unix.NFT_FIB_RESULT_ADDRTYPE)) + Equal(Native(unix.RTN_LOCAL)...)
@@ -372,7 +372,7 @@ func IsTranslated() Rule {
 // direction. It must be the first rule of each chain of type nat that may refuse
 // connections. When the kernel refuses a connection, it sends a packet to the client.
 // Chains of type nat see this packet, because its destination is not translated yet.
-// Without the rule, they might refuse or translate this packet.
+// Without the rule, these chains might refuse or translate the packet.
 func IgnoreReplies() Rule {
 	const reply = 1
 	return loadCt(unix.NFT_CT_DIRECTION) + Equal(reply) + Return

@@ -24,13 +24,14 @@ type Set struct {
 	Size uint32
 	// Elements is the number of elements, or -1 if the kernel does not report it.
 	Elements int
-	// typeof describes the types of key and data for nft, see the function typeof.
+	// The field typeof describes the types of key and data for nft, see the function
+	// typeof.
 	typeof []byte
 }
 
-// NewSet returns a set, or a map if the argument data is not empty. The arguments key
-// and data are the types of the parts of an element. If an element has several parts,
-// the kernel rounds up the length of each part to a multiple of four octets.
+// NewSet returns a set, or a map if the argument data is not empty. The arguments key and
+// data have the types of an element's parts. If an element has several parts, the kernel
+// rounds up the length of each part to a multiple of four octets.
 func NewSet(name string, flags uint32, key, data []Type) Set {
 	s := Set{Name: name, Flags: flags, typeof: typeof(key, data)}
 	s.keyType, s.KeyLen = concatenation(key)
@@ -58,11 +59,10 @@ type Type struct {
 	isInteger bool
 }
 
-// These are the types of the keys and data in sets. Rules store the result of a lookup
-// in the packet's priority, for the lookup in the next map. These values have the type
-// of the packet priority, which is a 32-bit integer. TypeInteger is the type of all
-// other integers. The kernel identifies both types by the same number, see the function
-// typeof.
+// These are the types of the keys and data in sets. Rules store the result of a lookup in
+// the packet's priority, for the lookup in the next map. So these results have the type
+// of the packet priority, a 32-bit integer. TypeInteger is the type of all other
+// integers. The kernel identifies both types by the same number, see the function typeof.
 var (
 	TypeVerdict  = Type{number: unix.NFT_DATA_VERDICT}
 	TypeIPv4     = Type{number: 7, Length: 4}
@@ -81,8 +81,8 @@ func TypeAddr(family api.Family) Type {
 	return TypeIPv4
 }
 
-// concatenation returns the number by which nft identifies the data type that consists of
-// parts, and the length of a value of that type.
+// concatenation returns two properties of the data type that consists of parts: the
+// number by which nft identifies it, and the length of a value.
 func concatenation(parts []Type) (number uint32, length int) {
 	if len(parts) == 1 {
 		return parts[0].number, parts[0].Length
@@ -125,12 +125,12 @@ func decodeSet(attributes []byte) Set {
 	return s
 }
 
-// typeof returns the description of the types of a map whose key has a part of
-// TypeInteger, and otherwise nil. Such a map has the type "typeof meta priority . meta
-// length : …". In this type, "meta length" stands for TypeInteger, because nft has no
-// name for the type of an integer. nft stores the description with the map, and needs
-// it to load rules with these maps. Only nft 0.9.8 ignores it, and uses the numbers of
-// the types in the kernel instead.
+// typeof describes the types of a map for nft. If the key has no part of TypeInteger,
+// typeof returns nil. Otherwise the map has the type "typeof meta priority . meta length
+// : …". In this type, "meta length" stands for TypeInteger, because nft has no name for
+// the type of an integer. nft stores the description with the map, and needs it to load
+// rules with these maps. Only nft 0.9.8 ignores the description. It uses the numbers that
+// the kernel has for the types.
 func typeof(key, data []Type) []byte {
 	if !slices.Contains(key, TypeInteger) {
 		return nil
@@ -146,7 +146,7 @@ const (
 	nftDestinationIPv4, nftDestination = 12, 9
 )
 
-// typeofExpression encodes an expression that has these types, as nft stores it.
+// typeofExpression encodes an expression with these types as nft stores it.
 func typeofExpression(types []Type) []byte {
 	number := func(attr byte, v uint32) []byte { return userdata(attr, Native(v)) }
 	meta := func(key uint32) []byte { return append(number(0, nftMeta), userdata(1, number(0, key))...) }

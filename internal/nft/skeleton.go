@@ -16,7 +16,8 @@ import (
 // Families are the families of addresses, in the order in which tables have their chains.
 var Families = []api.Family{api.IPv4, api.IPv6}
 
-// Hook attaches a base chain to the path of packets. A regular chain has the zero Hook.
+// Hook is a place in the path of packets, to which a base chain is attached. A regular
+// chain has the zero Hook.
 type Hook struct {
 	number   uint32
 	priority int32
@@ -29,8 +30,8 @@ const (
 	nfAccept = 1
 )
 
-// NAT returns the hook of a chain of type nat, and Filter that of a chain of type filter.
-// The argument number is such as NF_INET_PRE_ROUTING.
+// NAT returns the hook of a chain of type nat, and Filter returns the hook of a chain of
+// type filter. An example of the argument number is NF_INET_PRE_ROUTING.
 func NAT(number uint32, priority int32) Hook { return Hook{number, priority, "nat", nfAccept} }
 
 // Filter is described at NAT.
@@ -56,14 +57,14 @@ func (c *Chains) AddBase(name string, h Hook, rules ...Rule) {
 
 // The names of chains that tables of several backends have.
 const (
-	MarkAll       = "mark-all"       // marks packets to be masqueraded
-	MarkOutsiders = "mark-outsiders" // marks packets to cluster IPs, as options say
+	MarkAll       = "mark-all"       // marks packets that will be masqueraded
+	MarkOutsiders = "mark-outsiders" // marks packets to cluster IPs, if the options say so
 	RejectChain   = "reject-chain"   // rejects packets
 )
 
-// DropLater and RejectLater are priorities of packets that a table of the backend
-// nftables is going to drop or reject after all translations. No list and no endpoint
-// of that backend has such a number. The program nft prints them as 6fff:1 and 6fff:2.
+// DropLater and RejectLater are priorities of packets. A table of the backend nftables
+// will drop or reject these packets after all translations. No list and no endpoint of
+// that backend has such a number. The program nft prints them as 6fff:1 and 6fff:2.
 const (
 	DropLater   = 0x6fff_0001
 	RejectLater = 0x6fff_0002

@@ -33,8 +33,8 @@ func (w *Writer) begin(msg int, flags uint16) int {
 	return at
 }
 
-// named adds a message about an object of the table. It writes the object's
-// name, unless it is empty, into the attribute attr.
+// named adds a message about an object of the table. If the object's name is not empty,
+// named writes it into the attribute attr.
 func (w *Writer) named(msg int, flags, attr uint16, name string) {
 	at := w.begin(msg, flags)
 	if name != "" {
@@ -104,7 +104,7 @@ func (w *Writer) DeleteChain(name string) {
 }
 
 // DeleteChainsAndSets adds messages that delete chains and sets, even if these refer to
-// each other. A rule can refer to a set, and an element of a map to a chain.
+// each other. A rule can refer to a set, and an element of a map can refer to a chain.
 func (w *Writer) DeleteChainsAndSets(chains, sets []string) {
 	for _, name := range chains {
 		w.FlushChain(name)
@@ -175,8 +175,8 @@ func Value(item []byte, attr uint16) []byte {
 // counter is the encoding of a counter of an element.
 var counter = []byte(text(unix.NFTA_EXPR_NAME, "counter"))
 
-// Counter adds a counter to an element. It counts the packets for which a rule finds the
-// element, and begins with 0.
+// Counter adds a counter to an element. The counter begins with 0. It counts the packets
+// for which a rule finds the element.
 func (w *Writer) Counter() { w.Bytes(unix.NFTA_SET_ELEM_EXPR|unix.NLA_F_NESTED, counter...) }
 
 // Counted returns the number of packets that the counter of an element has counted. If the

@@ -12,7 +12,7 @@ type addresses interface {
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
-// Loopback is a nodeaddr.Source with the loopback addresses of another one.
+// Loopback is a nodeaddr.Source with the loopback addresses of another source.
 type Loopback struct{ Of addresses }
 
 // Addresses implements nodeaddr.Source.
@@ -22,7 +22,7 @@ func (l Loopback) Addresses() ([]netip.Addr, <-chan struct{}) {
 }
 
 // Selected reports whether the other source may have loopback addresses. A [Watcher] may
-// have them if its selection names them. Other sources may if they have them now.
+// have them if its selection names them. Another source may have them if it has some now.
 func (l Loopback) Selected() bool {
 	if w, ok := l.Of.(*Watcher); ok {
 		return slices.ContainsFunc(w.selected.cidrs, func(p netip.Prefix) bool { return p.Addr().IsLoopback() })

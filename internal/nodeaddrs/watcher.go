@@ -25,9 +25,9 @@ type Options struct {
 	NetNS int
 }
 
-// interval is the time after which the Watcher reads the addresses even without a
-// notification. Linux sends no notification when only a default route changes. On other
-// systems, there are no notifications.
+// After the time interval, the Watcher reads the addresses even without a notification.
+// Linux sends no notification when only a default route changes. On other systems, there
+// are no notifications.
 const interval = 10 * time.Second
 
 // burstDelay is how long the Watcher waits after a notification before it reads the
@@ -49,7 +49,7 @@ type Watcher struct {
 
 type machineAddresses struct {
 	all []netip.Addr
-	// outgoing has the source addresses of packets that take the default routes.
+	// outgoing has the source addresses of packets on the default routes.
 	outgoing []netip.Addr
 }
 
@@ -73,18 +73,19 @@ func newWatcher(opts Options, clock clock.WithTicker) (*Watcher, error) {
 // Addresses implements nodeaddr.Source.
 func (w *Watcher) Addresses() ([]netip.Addr, <-chan struct{}) { return w.list.Addresses() }
 
-// SetNode passes the Node object to src if src has a method SetNode, as a [Watcher] has.
-// A nil node means that the Node object is unknown. When SetNode of a Watcher returns,
-// its Addresses are already the new ones. A sink that has a nodeaddr.Source calls SetNode
-// with Changes.Node if Changes.NodeChanged is true. Several sinks may call SetNode for the
-// same source.
+// SetNode passes the Node object to src if src has a method SetNode. A [Watcher] has this
+// method. A nil node means that the Node object is unknown. When the method SetNode of a
+// Watcher returns, the Watcher's addresses are up to date. A sink that has a
+// nodeaddr.Source calls SetNode with Changes.Node if Changes.NodeChanged is true. Several
+// sinks may call SetNode for the same source.
 func SetNode(src any, node *api.Node) {
 	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
 		s.SetNode(node)
 	}
 }
 
-// SetNode sets the Node object that has the primary addresses, see the function [SetNode].
+// SetNode sets the Node object, which has the primary addresses. See the function
+// [SetNode].
 func (w *Watcher) SetNode(node *api.Node) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -111,10 +112,10 @@ func OfNode(node *api.Node) []netip.Addr {
 	return nil
 }
 
-// Start follows the addresses of the machine until stop is called, even if ctx ends
-// earlier. If it cannot read the addresses, it logs an error and tries again later.
-// Meanwhile Addresses returns the last known addresses. A call of stop returns when all
-// goroutines have ended.
+// Start follows the addresses of the machine until the function stop is called, even if
+// ctx ends earlier. If it cannot read the addresses, it logs an error and tries again
+// later. Meanwhile Addresses returns the last known addresses. The function stop returns
+// when all goroutines have ended.
 func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan struct{})
@@ -188,6 +189,6 @@ func (w *Watcher) publish() {
 	w.list.Set(w.selected.of(w.seen.all, primary)...)
 }
 
-// unrouted has addresses to which only default routes lead. These addresses are reserved
-// for documentation (RFC 5737, RFC 3849).
+// unrouted has addresses that are reserved for documentation (RFC 5737, RFC 3849). Only
+// default routes lead to them.
 var unrouted = [...]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nodesinks makes the sinks of a node's service proxy: its dataplanes, with what
-// they share, the server of health-check node ports, and node ports on localhost.
+// Package nodesinks makes the sinks of a node's service proxy: its dataplanes, the server
+// of health-check node ports, and node ports on localhost. It also makes the parts that
+// the dataplanes share.
 package nodesinks
 
 import (
@@ -24,9 +25,9 @@ import (
 
 // Options are the settings of a node.
 type Options struct {
-	// Addresses are the addresses of node ports and health checks. Default: those that
-	// NodePorts selects. ExcludeInterfaces have addresses that do not belong to the node,
-	// such as those of services.
+	// Addresses are the addresses of node ports and health checks. Default: the addresses
+	// that NodePorts selects. The interfaces in ExcludeInterfaces have addresses that do
+	// not belong to the node, such as addresses of services.
 	Addresses         nodeaddr.Source
 	NodePorts         nodeaddr.Selection
 	ExcludeInterfaces []string
@@ -34,8 +35,8 @@ type Options struct {
 	Stats bool
 	// KeepConnections keeps connections to removed endpoints.
 	KeepConnections bool
-	// Settings are kernel settings that are checked when the tasks begin, and Sysctls selects
-	// what happens to wrong ones.
+	// Settings are kernel settings that are checked when the tasks begin. Sysctls says
+	// what happens to wrong settings.
 	Settings []sysctl.Setting
 	Sysctls  backends.SysctlMode
 	// Healthy reports whether the proxy has programmed all services and is not stuck.
@@ -62,11 +63,11 @@ func (none) HealthChecks() (func(int, int), func(types.NamespacedName, netip.Add
 	return nil, nil
 }
 
-// Node makes the sinks of a node. Each needs a driver of its own.
+// Node makes the sinks of a node. Each sink needs a driver of its own.
 type Node struct {
 	opts    Options
 	watcher *nodeaddrs.Watcher // nil if Options.Addresses is set
-	// forwards is true if a dataplane does not check the settings for forwarding itself.
+	// forwards is true if a dataplane does not itself check the settings for forwarding.
 	forwards bool
 }
 
@@ -90,10 +91,11 @@ func New(opts Options) (*Node, error) {
 // Addresses returns the addresses of the node.
 func (n *Node) Addresses() nodeaddr.Source { return n.opts.Addresses }
 
-// Dataplane returns a sink like s, with what it needs of the node. If s contains backends of
-// kpng, Dataplane sets their options that have no value, and the second result is the name
-// of the outermost backend. Otherwise, the name is empty, and the returned sink also deletes
-// stale connections after each Sync.
+// Dataplane returns a sink like s that uses the parts of the node. If s contains backends of
+// kpng, Dataplane sets all options of these backends that are unset and that the node
+// provides. Then the second result is the name of the outermost backend. Otherwise, the
+// second result is empty, and the returned sink also deletes stale connections after each
+// Sync.
 func (n *Node) Dataplane(s sink.Sink) (dataplane sink.Sink, name string) {
 	for backend, o := range backendoptions.Backends(s) {
 		if name == "" {
@@ -127,8 +129,8 @@ func (n *Node) HealthChecks() sink.Sink {
 // frontend was deleted or the proxy began to stop.
 const localhostDrain = 5 * time.Second
 
-// Localhost returns a sink that serves node ports at the loopback addresses among the
-// addresses of the node, with sockets of this process. Dataplanes that forward packets
+// Localhost returns a sink that serves node ports with sockets of this process, at those
+// addresses of the node that are loopback addresses. Dataplanes that forward packets
 // cannot do this without the kernel setting route_localnet. Localhost returns nil if no
 // loopback address is selected.
 func (n *Node) Localhost() (sink.Sink, error) {
@@ -139,7 +141,8 @@ func (n *Node) Localhost() (sink.Sink, error) {
 	return userspace.New(userspace.Options{OnlyNodePorts: true, DrainTimeout: localhostDrain, Options: backends.Options{NodeAddresses: loopback, Stats: n.opts.Stats}})
 }
 
-// WithTasks returns a sink like s with the tasks of the node. One dataplane needs them.
+// WithTasks returns a sink like s with the tasks of the node. Exactly one dataplane must
+// have these tasks.
 func (n *Node) WithTasks(s sink.Sink) sink.Sink { return WithTask(s, n.begin) }
 
 // begin applies kernel settings and starts the tasks of a node. The result ends the tasks.

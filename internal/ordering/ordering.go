@@ -12,8 +12,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Keys orders keys by namespace, then by name. Every list in this module that is sorted
-// by key has this order.
+// Keys orders keys by namespace, then by name. All lists of this module that are sorted
+// by key have this order.
 func Keys(a, b types.NamespacedName) int {
 	if c := strings.Compare(a.Namespace, b.Namespace); c != 0 {
 		return c

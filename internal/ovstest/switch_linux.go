@@ -24,9 +24,9 @@ var datapath = flag.String("datapath", "netdev", "the `type` of the datapath of 
 // Bridge is the name of the bridge of a Switch.
 const Bridge = "br-kpng"
 
-// Switch is an ovsdb-server and an ovs-vswitchd of their own, in a network namespace.
+// Switch is a separate instance of ovsdb-server and ovs-vswitchd in a network namespace.
 type Switch struct {
-	// Dir is the directory of the sockets of both.
+	// Dir is the directory of the sockets of both programs.
 	Dir string
 	// Daemon is the ovs-vswitchd. It is nil after Kill.
 	Daemon *os.Process
@@ -36,8 +36,8 @@ type Switch struct {
 	ended <-chan error
 }
 
-// New starts a switch with a bridge, which ends with the test. The function start, such as
-// [netnstest.Namespace.Start], starts a process in a network namespace.
+// New starts a switch with a bridge. The switch ends with the test. The function start,
+// such as [netnstest.Namespace.Start], starts a process in a network namespace.
 func New(t testing.TB, start func(*exec.Cmd) (<-chan error, error)) *Switch {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ovs") // the paths of sockets must be short
@@ -61,7 +61,7 @@ func New(t testing.TB, start func(*exec.Cmd) (<-chan error, error)) *Switch {
 		}
 	})
 	Await(t, "the database server", func() bool {
-		c, err := net.Dial("unix", s.Database()) // it may not listen yet although the socket exists
+		c, err := net.Dial("unix", s.Database()) // the server may not listen yet although the socket exists
 		if err != nil {
 			return false
 		}

@@ -10,9 +10,9 @@ import (
 	"strings"
 )
 
-// File takes the ownership of the objects that a state file records. It locks the file
-// with the name path and the suffix ".lock", which stays. If another owner has them, the
-// error is a [*Taken]. If path is empty, there is nothing to own.
+// File takes the ownership of the objects that a state file records. It locks a file
+// whose name is path with the suffix ".lock". This file stays. If another owner has the
+// objects, the error is a [*Taken]. If path is empty, there are no objects to own.
 func File(path string) (release func(), err error) {
 	if path == "" {
 		return func() {}, nil

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package ownership ensures that at most one process at a time programs the same objects of a
-// dataplane. A backend takes the ownership of its objects in Start and in Cleanup. When
-// the process ends, also by SIGKILL, the kernel releases its ownership.
+// dataplane. A backend takes the ownership of its objects in Start and in Cleanup. When the
+// process ends, even by SIGKILL, the kernel releases the ownership.
 package ownership
 
 import (
@@ -64,8 +64,8 @@ func (o *Owner) Release() {
 	}
 }
 
-// During calls f and holds the ownership during the call. If this Owner already has the
-// ownership, During just calls f.
+// During holds the ownership while it calls f. If this Owner already has the ownership,
+// During just calls f.
 func (o *Owner) During(take func() (release func(), err error), f func() error) error {
 	o.mu.Lock()
 	owned := o.release != nil

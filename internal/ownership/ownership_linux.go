@@ -20,20 +20,20 @@ import (
 )
 
 // An owner listens on a unix socket with an abstract name in the network namespace of its
-// objects. All processes in that namespace see the name, whatever they have mounted. The
-// socket, and with it the name, ends with the process.
+// objects. All processes in that namespace see the name, whatever they have mounted. When
+// the process ends, the socket and its name disappear.
 //
-// Any process in the namespace may bind such a name, also one without privileges. So a
-// name counts only if its owner proves that it is root or this process's own user, whose
-// credentials the kernel reports. Otherwise an unprivileged process could keep the proxy
-// from starting.
+// Any process in the namespace may bind such a name, even a process without privileges.
+// So a name counts only if its owner has the credentials of root or of this process's own
+// user. The kernel reports these credentials. Otherwise an unprivileged process could
+// keep the proxy from starting.
 
 // proofTime is how long an owner may take to accept a connection.
 const proofTime = time.Second
 
 // Objects takes the ownership of the objects in the network namespace with the file
-// descriptor netNS, or in that of this process if netNS is 0. If another owner has them,
-// the error is a [*Taken].
+// descriptor netNS. If netNS is 0, this is the network namespace of this process. If
+// another owner has the objects, the error is a [*Taken].
 func Objects(ctx context.Context, netNS int, objects string) (release func(), err error) {
 	address := name(objects)
 	for deadline := time.Now().Add(proofTime); ; {
@@ -87,7 +87,7 @@ func name(objects string) string {
 
 var errNoAnswer = errors.New("no answer of the owner")
 
-// ask returns a description of the process that listens at address.
+// ask returns a description of the process that listens at the address.
 func ask(address string) (string, error) {
 	c, err := net.DialTimeout("unix", address, proofTime)
 	if err != nil {
@@ -102,11 +102,11 @@ func ask(address string) (string, error) {
 		return "", fmt.Errorf("%w: its user ID is %d", errNoAnswer, peer.Uid)
 	}
 	process := "a process of another container"
-	if peer.Pid != 0 { // else the process has no ID in the PID namespace of this process
+	if peer.Pid != 0 { // the ID is 0 if the process is not in the PID namespace of this process
 		process = fmt.Sprintf("process %d", peer.Pid)
 	}
 	c.SetReadDeadline(time.Now().Add(proofTime))
-	text, _ := io.ReadAll(io.LimitReader(c, 1024)) // without the text, the process is still known
+	text, _ := io.ReadAll(io.LimitReader(c, 1024)) // even without the text, the process is known
 	if text := strings.ToValidUTF8(string(text), "?"); text != "" {
 		process += ": " + strings.Map(func(r rune) rune {
 			if r < ' ' || r == 0x7f {

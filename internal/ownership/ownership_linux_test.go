@@ -21,7 +21,7 @@ import (
 const objects = "table kpng"
 
 // With this variable, the test binary is a process that owns the objects until it is
-// killed. The value "squat" makes it bind the name as another user would.
+// killed. With the value "squat", the process binds the name as another user.
 const roleVariable = "OWNERSHIP_ROLE"
 
 func TestMain(m *testing.M) {
@@ -77,7 +77,7 @@ func another(t *testing.T, ns *netnstest.Namespace, role string) (cmd *exec.Cmd,
 	return cmd, kill
 }
 
-// take takes the ownership in the namespace.
+// take takes the ownership of the objects in the namespace.
 func take(t *testing.T, ns *netnstest.Namespace) (release func(), err error) {
 	t.Helper()
 	if doErr := ns.Do(func() error { release, err = Objects(t.Context(), 0, objects); return nil }); doErr != nil {
@@ -119,8 +119,8 @@ func TestSecondProcessIsRefusedUntilTheFirstEnds(t *testing.T) {
 	release()
 }
 
-// Any process may bind the name. A process without privileges must not keep the proxy from
-// starting.
+// Any process may bind the name. But a process without privileges must not keep the proxy
+// from starting.
 func TestUnprivilegedProcessCannotRefuseOwnership(t *testing.T) {
 	ns := netnstest.New(t)
 	another(t, ns, "squat")

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package parameters reads the traffic parameters of services and EndpointSlices from
-// annotations: those of kpng and, on request, those of other service proxies. It also writes
-// those of kpng.
+// annotations of kpng and, on request, of other service proxies. It also writes the
+// annotations of kpng.
 package parameters
 
 import (
@@ -66,8 +66,8 @@ var Names = []string{"cilium", "kube-router", "calico"}
 type Reader struct{ dialects []dialect }
 
 // NewReader returns a Reader of the annotations of kpng and of other proxies. If a service
-// has several annotations for a parameter, those of kpng come first, then those of the other
-// proxies in the order of names.
+// has several annotations for a parameter, annotations of kpng have precedence, then
+// annotations of the other proxies in the order of names.
 func NewReader(names []string) (*Reader, error) {
 	r := &Reader{[]dialect{own}}
 	for _, name := range names {
@@ -90,15 +90,15 @@ func (r *Reader) Keys() (service, slice []string) {
 	return slices.DeleteFunc(service, none), slices.DeleteFunc(slice, none)
 }
 
-// Report receives a wrong value. The field is that of the annotation.
+// Report receives a wrong value. The argument field is the path of the annotation.
 type Report func(field, format string, args ...any)
 
 // Service has the traffic parameters of a service.
 type Service struct {
 	Algorithm        api.Algorithm
 	ResetConnections bool
-	// Deny reports whether loadBalancerSourceRanges are refused sources. Everywhere reports
-	// whether they apply to all frontends.
+	// Deny is true if loadBalancerSourceRanges contains refused sources. Everywhere is true
+	// if the ranges apply to all frontends.
 	Deny, Everywhere bool
 }
 
@@ -127,8 +127,9 @@ func (r *Reader) OfService(annotations map[string]string, report Report) (s Serv
 	return s
 }
 
-// WeightOf returns the weight of the endpoints of an EndpointSlice with these annotations, as
-// in api.SliceEndpoint, and whether they drain. It reports a wrong value, and ignores it.
+// WeightOf returns the weight, as in api.SliceEndpoint, of the endpoints of an EndpointSlice
+// with these annotations, and whether these endpoints drain. It reports a wrong value, and
+// ignores it.
 func (r *Reader) WeightOf(annotations map[string]string, report Report) (weight int32, drain bool) {
 	if len(annotations) == 0 {
 		return 0, false
@@ -144,8 +145,9 @@ func (r *Reader) WeightOf(annotations map[string]string, report Report) (weight 
 	return weight, drain
 }
 
-// read finds the first dialect with the annotation key, and passes its value to set, which
-// reports whether the value is right.
+// read finds the first annotation that a dialect has for a parameter, and passes its value
+// to the function set. This function reports whether the value is right. The function key
+// returns the annotation's key in a dialect.
 func read(r *Reader, annotations map[string]string, report Report, key func(*dialect) string, set func(*dialect, string) bool) {
 	for i := range r.dialects {
 		d := &r.dialects[i]
@@ -161,15 +163,16 @@ func read(r *Reader, annotations map[string]string, report Report, key func(*dia
 	}
 }
 
-// maxText is the maximum length of a value, and of the part of a value in a report.
+// maxText is the maximum length of a value. A report contains at most this part of a
+// longer value.
 const maxText = 64
 
 // maxDenied limits the number of refused sources, because each may need a hundred admitted
 // ranges.
 const maxDenied = 4096
 
-// AllExcept returns the ranges of both families that contain all addresses except those in
-// denied. If there are too many, it returns false.
+// AllExcept returns ranges of both families. They contain all addresses except the
+// addresses in denied. If there are too many, it returns false.
 func AllExcept(denied []netip.Prefix) ([]netip.Prefix, bool) {
 	if len(denied) > maxDenied {
 		return nil, false
@@ -190,7 +193,7 @@ func AllExcept(denied []netip.Prefix) ([]netip.Prefix, bool) {
 	return out, true
 }
 
-// appendExcept appends the ranges of all addresses in p that are in no element of denied.
+// appendExcept appends ranges of all addresses that are in p but in no element of denied.
 // The elements of denied overlap p, and are sorted by address.
 func appendExcept(out []netip.Prefix, p netip.Prefix, denied []netip.Prefix) []netip.Prefix {
 	if len(denied) == 0 {

@@ -37,7 +37,7 @@ func CheckMap(m map[string]string) error {
 	return errors.Join(errs...)
 }
 
-// YAML returns a JSON text with the same values that is also YAML. Strings in JSON may
+// YAML returns a JSON text that is also YAML, with the same values. Strings in JSON may
 // contain characters, such as 0x7f, that strings in YAML contain only as escape sequences.
 func YAML(text []byte) []byte {
 	out := make([]byte, 0, len(text))
@@ -62,9 +62,10 @@ func Line(text string) string {
 	return strings.NewReplacer("\n", `\u000a`, "\t", `\u0009`).Replace(out.String())
 }
 
-// Writer returns a writer that writes to w. It replaces all characters that control a
-// terminal, except newlines and tabs, by escape sequences that are also valid in JSON. If
-// a call of Write ends inside of a character, the next call must complete the character.
+// Writer returns a writer that writes to w. The writer replaces all characters that
+// control a terminal, except newlines and tabs, by escape sequences that are also valid
+// in JSON. If a call of Write ends in the middle of a character, the next call must
+// complete this character.
 func Writer(w io.Writer) io.Writer { return &writer{to: w} }
 
 type writer struct {
@@ -102,7 +103,8 @@ func (w *writer) Write(p []byte) (int, error) {
 	return w.write(out, len(p))
 }
 
-// write returns n, the length of the caller's text, unless an error occurs.
+// write returns n unless an error occurs. The argument n is the length of the caller's
+// text.
 func (w *writer) write(text []byte, n int) (int, error) {
 	if _, err := w.to.Write(text); err != nil {
 		return 0, err

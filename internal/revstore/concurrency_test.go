@@ -38,8 +38,8 @@ func TestConcurrentUse(t *testing.T) {
 				key, value := random.IntN(200), random.IntN(5)
 				switch random.IntN(20) {
 				case 0:
-					// Both negative keys always change together. Readers must never see one without the
-					// other.
+					// The two negative keys always change together. Readers must never see the
+					// change of only one key.
 					s.Replace(maps.All(map[int]int{-1: i, -2: i, key: value, key + 1: value}))
 				case 1, 2, 3, 4:
 					s.Delete(key)

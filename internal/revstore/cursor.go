@@ -4,20 +4,20 @@ package revstore
 
 import "github.com/google/btree"
 
-// Cursor is the position of a reader that follows a [Store]: the snapshot that the reader
-// last acknowledged. For the reader, the store records deletions after that snapshot,
-// within limits. The reader has to call Close.
+// Cursor is the position of a reader that follows a [Store]. The position is the snapshot
+// that the reader last acknowledged. Within limits, the store keeps the deletions after
+// that snapshot for the reader. The reader has to call Close.
 //
 // A Cursor is meant for one reader. It is safe for concurrent use.
 type Cursor[K, V any] struct {
 	store  *Store[K, V]
 	closed bool
 
-	// The store keeps deletions after this position for the reader. It is nil if there is
-	// none.
+	// The store keeps deletions after this position for the reader. Nil means no
+	// position.
 	at *position[K, V]
-	// The reader has acknowledged the position. Otherwise it starts over, and has only
-	// received the position's snapshot.
+	// True if the reader has acknowledged the position. Otherwise the reader starts over,
+	// and has only received the position's snapshot.
 	acknowledged bool
 }
 
@@ -26,8 +26,8 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] { return &Cursor[K, V]{store: s}
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
 // the latest. Only [Cursor.Advance] moves the position. Before the next Advance, each
-// delta contains all changes since the position, including those of earlier deltas. For a
-// snapshot older than the position, the delta has no changes.
+// delta contains all changes since the position, including those of earlier deltas. If
+// the snapshot is older than the position, the delta has no changes.
 //
 // Until panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
@@ -64,8 +64,8 @@ func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
 	c.hold(to)
 }
 
-// Close releases the cursor's snapshot and tombstones. A closed cursor returns full
-// deltas.
+// Close releases the cursor's snapshot and tombstones. The deltas of a closed cursor are
+// full.
 func (c *Cursor[K, V]) Close() {
 	c.store.mu.Lock()
 	defer c.store.mu.Unlock()
@@ -80,8 +80,8 @@ func (c *Cursor[K, V]) mustOwn(snapshot *Snapshot[K, V]) {
 	}
 }
 
-// position returns the snapshot that the reader last acknowledged. It is nil if the
-// reader has to start over.
+// position returns the snapshot that the reader last acknowledged. If the reader has to
+// start over, it returns nil.
 func (c *Cursor[K, V]) position() *Snapshot[K, V] {
 	if c.at == nil || c.at.snapshot == nil {
 		c.acknowledged = false
@@ -102,7 +102,7 @@ func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 }
 
 // position is a snapshot that the cursors of some readers hold. Many readers share one
-// position, so that it is cheap to move them.
+// position, so that moving them is cheap.
 type position[K, V any] struct {
 	revision Revision
 	snapshot *Snapshot[K, V] // nil after a drop; then the readers have to start over

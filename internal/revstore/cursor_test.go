@@ -121,8 +121,8 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 		name      string
 		resumable bool
 		// The numbers of tombstones at five times: before the cursors exist, after deletions,
-		// after the first cursor has passed the deletions, after both cursors have passed them,
-		// and after a deletion without cursors.
+		// after the first cursor has passed the deletions, after both cursors have passed the
+		// deletions, and after another deletion when no cursors exist.
 		want []int
 	}{
 		{"in a store that is not resumable", false, []int{0, 2, 2, 0, 0}},

@@ -8,8 +8,8 @@ import (
 	"github.com/google/btree"
 )
 
-// degree is the degree of the B-trees. A tree node then has at most 63 entries. So a
-// write copies at most half a kilobyte of each node that the tree shares with a snapshot.
+// degree is the degree of the B-trees. A tree node then has at most 63 entries. If the
+// tree shares nodes with a snapshot, a write copies at most half a kilobyte of each node.
 const degree = 32
 
 // entry is a key with its value, or the tombstone of a key.
@@ -21,18 +21,18 @@ type entry[K, V any] struct {
 	revision Revision
 	deleted  bool
 
-	// For an entry, mark is the sequence number of the last Replace call that listed the
-	// key. For a tombstone, it is the time of the deletion, in seconds since the store was
-	// created, rounded up. Only writers use mark, under the store's mutex. They may change
-	// it in place.
+	// The mark of an entry is the sequence number of the last Replace call that listed the
+	// key. The mark of a tombstone is the time of the deletion, in seconds since the store
+	// was created, rounded up. Only writers use mark, under the store's mutex. They may
+	// change it in place.
 	mark uint32
 
-	// outdated is the first revision whose snapshots do not contain the entry. It is 0 for an
-	// entry of the latest state. Readers read it without a lock.
+	// outdated is the first revision whose snapshots no longer contain the entry. It is 0 if
+	// the latest state contains the entry. Readers read it without a lock.
 	outdated atomic.Uint64
 }
 
-// in reports whether a snapshot at a revision contains the entry.
+// in reports whether the snapshot at a revision contains the entry.
 func (e *entry[K, V]) in(revision Revision) bool {
 	outdated := e.outdated.Load()
 	return outdated == 0 || revision < outdated

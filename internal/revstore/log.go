@@ -9,7 +9,7 @@ import (
 
 // changeLog has the entries and tombstones of a store, sorted by revision. Until the next
 // compaction, it also has outdated entries. Snapshots share the memory of the field
-// entries, so writers only append to it while it is shared.
+// entries. While they share it, writers only append to it.
 type changeLog[K, V any] struct {
 	entries  []*entry[K, V]
 	outdated int  // number of outdated entries
@@ -18,14 +18,15 @@ type changeLog[K, V any] struct {
 
 func (l *changeLog[K, V]) add(e *entry[K, V]) { l.entries = append(l.entries, e) }
 
-// drop marks an entry as outdated in snapshots of the revision from or later.
+// drop marks an entry as outdated in snapshots of later revisions, beginning with the
+// revision in the argument from.
 func (l *changeLog[K, V]) drop(e *entry[K, V], from Revision) {
 	e.outdated.Store(from)
 	l.outdated++
 }
 
-// tolerated returns how many entries may be outdated without a compaction. Their values
-// use memory.
+// tolerated returns how many outdated entries are allowed without a compaction. The
+// values of these entries use memory.
 func (l *changeLog[K, V]) tolerated() int { return 16 + len(l.entries)/64 }
 
 // compact removes the outdated entries if there are many, so that the average cost per

@@ -8,7 +8,8 @@ import (
 )
 
 // replace compares the whole listing with the store before it writes. For each key, it
-// writes only the last value in the listing, and only if the store has a different value.
+// uses only the last value in the listing. It writes this value only if the store has a
+// different value.
 func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	before := s.recorded
 	s.listings++

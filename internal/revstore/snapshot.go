@@ -18,7 +18,8 @@ type Snapshot[K, V any] struct {
 	floor    Revision
 }
 
-// Revision returns the revision of the last change in the snapshot, 1 if there is none.
+// Revision returns the revision of the last change in the snapshot. If there is no
+// change, it returns 1.
 func (s *Snapshot[K, V]) Revision() Revision { return s.revision }
 
 // Revisions returns the counter of the store.
@@ -55,10 +56,11 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 	}
 }
 
-// Since returns the keys that were set or deleted after a revision, with their values in
-// this snapshot, in the order of their last changes. A deleted key has the zero value. A
-// reader that applies the changes to the state at that revision gets the state of the
-// snapshot. A change may have no net effect: a key may have been set and deleted again.
+// Since returns the keys that were set or deleted after a revision, in the order of their
+// last changes. With each key, it returns the value in this snapshot. A deleted key has
+// the zero value. If a reader applies the changes to the state at that revision, the
+// result is the state of the snapshot. A change may have no net effect, because a key may
+// have been set and deleted again.
 //
 // Since returns nil and false if the store no longer has all deletions after that
 // revision, or if the revision is 0. Then the reader starts over with [Snapshot.All].
@@ -81,9 +83,9 @@ func (s *Snapshot[K, V]) yieldSince(revision Revision, yield func(*entry[K, V]) 
 	}
 }
 
-// Latest returns the keys with the latest changes and the revisions of these changes,
-// latest first. A key that is not in the snapshot was deleted. Deletions that no reader
-// needs any more are missing.
+// Latest returns the keys that changed last and the revisions of these changes, latest
+// first. If a key is not in the snapshot, its last change was a deletion. Deletions that
+// no reader needs any more are missing.
 func (s *Snapshot[K, V]) Latest() iter.Seq2[K, Revision] {
 	return func(yield func(K, Revision) bool) {
 		last := firstAfter(s.log, s.revision)
@@ -125,9 +127,9 @@ func (d Delta[K, V]) Changes() iter.Seq[Change[K, V]] {
 	return d.writtenAfter(d.Old.revision, d.New.store.options.Equal)
 }
 
-// All returns all keys of Old and New in key order, including those with equal values. It
-// is for a reader that has to process equal values again, because their meaning has
-// changed.
+// All returns all keys of Old and New in key order, including those with equal values. A
+// reader needs All if the meaning of the values has changed, because it then has to
+// process even equal values again.
 func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 	if d.Full() {
 		return func(yield func(Change[K, V]) bool) {
@@ -137,8 +139,8 @@ func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 	return d.writtenAfter(0, func(V, V) bool { return false })
 }
 
-// writtenAfter returns the keys written after a revision. It omits keys that have equal
-// values in Old and New, and keys that are in neither snapshot.
+// writtenAfter returns the keys written after a revision. It omits each key that has
+// equal values in Old and New, or is in neither snapshot.
 func (d Delta[K, V]) writtenAfter(revision Revision, equal func(a, b V) bool) iter.Seq[Change[K, V]] {
 	return func(yield func(Change[K, V]) bool) {
 		var written []*entry[K, V]

@@ -12,8 +12,7 @@ import (
 )
 
 // Revision is the number of a change. Later changes have higher revisions. A store
-// without changes has revision 1. Revision 0 is the position of a reader that has no
-// state.
+// without changes has revision 1. A reader without a state is at revision 0.
 type Revision = uint64
 
 // Revisions issues revisions in ascending order. The zero value is ready to use. Stores
@@ -22,8 +21,8 @@ type Revisions struct {
 	changes atomic.Uint64
 
 	mu sync.Mutex
-	// commits has the last commits. When it has maxCommits, it is a ring buffer, and oldest is
-	// the index of the oldest one.
+	// commits has the last commits. When it has maxCommits elements, it is a ring buffer. Then
+	// the field oldest is the index of the oldest commit.
 	commits []Commit
 	oldest  int
 }
@@ -37,7 +36,8 @@ type Commit struct {
 	Time        time.Time
 }
 
-// Commit records that the changes from a revision to the present one became visible now.
+// Commit records that the changes with revisions from first to the present revision
+// became visible now.
 func (r *Revisions) Commit(first Revision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -79,8 +79,8 @@ type Options[K, V any] struct {
 	Revisions *Revisions
 
 	// Resumable keeps tombstones, within the store's limits, even if every cursor has passed
-	// them. It enables [Snapshot.Since] for readers that have a revision and no cursor.
-	// Default: the store keeps tombstones for cursors only.
+	// them. It enables [Snapshot.Since] for readers that have a revision instead of a
+	// cursor. Default: the store keeps tombstones for cursors only.
 	Resumable bool
 }
 
@@ -91,8 +91,8 @@ type limits struct {
 	// that change the store or a cursor.
 	tombstones   int
 	tombstoneAge time.Duration
-	// A cursor may lag by this number of recorded changes or by a quarter of the store's
-	// length, whichever is more. Beyond that, its reader has to start over.
+	// A cursor may lag by this number of recorded changes, or by a quarter of the store's
+	// length if that is more. If a cursor lags further, its reader has to start over.
 	lag int
 }
 
@@ -176,8 +176,8 @@ func (s *Store[K, V]) Replace(listing iter.Seq2[K, V]) int {
 	return s.replace(listing)
 }
 
-// Get returns the value of key. It is for writers: unlike a snapshot, it does not make
-// later writes copy data.
+// Get returns the value of key. Writers use it because, unlike a snapshot, it does not
+// make later writes copy data.
 func (s *Store[K, V]) Get(key K) (value V, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -246,8 +246,8 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// record assigns the next revision to e. If there is an old entry or
-// tombstone, it becomes outdated.
+// record assigns the next revision to e. If old is not nil, this entry or tombstone
+// becomes outdated.
 func (s *Store[K, V]) record(e, old *entry[K, V]) {
 	e.revision = s.options.Revisions.next()
 	s.revision = e.revision

@@ -4,9 +4,9 @@ package revstore
 
 import "time"
 
-// tombstones are the deletions that readers may need. The tree byKey finds the tombstone
-// of a key that is set again. The tree byRevision finds the oldest tombstone. Readers
-// find deletions in Store.log instead.
+// tombstones are the deletions that readers may need. When a key is set again, the tree
+// byKey finds its tombstone. The tree byRevision finds the oldest tombstone. Readers find
+// deletions in Store.log instead.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }
@@ -25,8 +25,8 @@ func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	return dead, ok
 }
 
-// trim drops cursors that lag too far, and tombstones that no reader needs or
-// that exceed the limits.
+// trim drops cursors that lag too far. It also drops tombstones that no reader needs, and
+// tombstones beyond the limits.
 func (s *Store[K, V]) trim() {
 	now := time.Since(s.created)
 	s.dropTombstones(func(dead *entry[K, V]) bool {

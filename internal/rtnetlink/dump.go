@@ -2,7 +2,8 @@
 
 //go:build linux
 
-// Package rtnetlink has code for lists of links, addresses and routes in the kernel.
+// Package rtnetlink has code that reads lists of links, addresses and routes from the
+// kernel.
 package rtnetlink
 
 import (
@@ -14,8 +15,9 @@ import (
 // maxDumps limits how often Dump calls its argument.
 const maxDumps = 5
 
-// Dump calls list, which lists objects of the kernel. If objects change during a list,
-// objects may be missing or appear twice. Then Dump calls list again, at most four times.
+// Dump calls the function list, which lists objects of the kernel. If objects change
+// during this call, the result may lack objects or contain objects twice. Then Dump calls
+// the function again, at most four times.
 func Dump[T any](list func() (T, error)) (all T, err error) {
 	for range maxDumps {
 		if all, err = list(); !errors.Is(err, netlink.ErrDumpInterrupted) {

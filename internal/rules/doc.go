@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package rules has tests of rules that the packages of this module keep: which packages
-// they import, and in which groups.
+// Package rules has tests of rules for the packages of this module, such as the rules
+// about imports.
 package rules

@@ -39,8 +39,8 @@ func docPages(t *testing.T) map[string]string {
 // words returns a text with one space between words.
 func words(text string) string { return strings.Join(strings.Fields(text), " ") }
 
-// numbers has sentences of the documentation with a number, and the code, or the page of
-// measurements, that has this number.
+// numbers has sentences of the documentation that contain a number. Each entry also has
+// the code or the page of measurements that contains the same number.
 var numbers = []struct{ page, sentence, file, code string }{
 	{"README.md", "| 1.06 s | 18.9 s |", "docs/history/benchmarks.md", "| start to programmed | 0.16 : 0.86 s | 1.06 : 18.9 s |"},
 	{"README.md", "| 0.4 ms | 512 ms |", "docs/history/benchmarks.md", "| watch to kernel, least, median | 0.5 : 21 ms | 0.4 : 512 ms |"},
@@ -159,8 +159,8 @@ func TestNumbersInDocs(t *testing.T) {
 }
 
 var (
-	// quotedPath finds names of files and folders in Markdown, and path those in comments.
-	// They may end with an exported name, as in backends/nftables.Options.
+	// quotedPath finds names of files and folders in Markdown, and commented finds them
+	// in comments. They may end with an exported name, as in backends/nftables.Options.
 	quotedPath = regexp.MustCompile("`(\\.?[\\w-]+/[\\w./-]*\\w)`")
 	commented  = regexp.MustCompile(`(?:^|[^\w/:.$-])((?:\.?[\w-]+/)+[\w.-]*\w)`)
 	goFile     = regexp.MustCompile(`(?:^|[^\w/.-])([\w-]+\.go)\b`) // without a folder
@@ -241,8 +241,8 @@ var (
 	benchmarks = regexp.MustCompile(`(?m)^.*\bbench ('[^']+'|[\w/$^]+) .*(\./[\w/]+).*$`)
 )
 
-// TestTestsInDocsExist finds names in Markdown and in comments that begin like those of tests and
-// are no beginning of any, and commands in Markdown that run no benchmark.
+// TestTestsInDocsExist finds names in Markdown and in comments that look like names of tests, but
+// with which no test's name begins. It also finds commands in Markdown that run no benchmark.
 func TestTestsInDocsExist(t *testing.T) {
 	t.Chdir(root)
 	names := []string{"TestServices"} // in an example
@@ -320,7 +320,7 @@ func TestDependenciesHaveReasons(t *testing.T) {
 	}
 	_, table, _ := strings.Cut(string(page), "| module | used by | why |\n")
 	table, _, _ = strings.Cut(table, "\n\n")
-	// Some cells have several modules of an owner, as in "k8s.io/client-go, api".
+	// Some cells contain several modules of one owner, such as "k8s.io/client-go, api".
 	names := strings.FieldsFunc(table, func(r rune) bool { return !strings.ContainsRune("-_./", r) && (r < '0' || r > 'z') })
 	found := 0
 	for _, m := range regexp.MustCompile(`(?m)^\t?(?:require )?([\w.-]+\.[\w.-]+/\S+) v\S+$`).FindAllStringSubmatch(string(module), -1) {

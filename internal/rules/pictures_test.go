@@ -11,8 +11,8 @@ import (
 	"testing"
 )
 
-// Each picture has a source, and the checksum of the source as it was when hack/pictures made
-// the picture.
+// Each picture has a source, and a checksum of the source from which hack/pictures made the
+// picture.
 func TestPicturesAreFresh(t *testing.T) {
 	t.Chdir(filepath.Join(root, "docs/pictures"))
 	pictures, err := filepath.Glob("*.svg")

@@ -77,7 +77,7 @@ func mayImport(room string, allowed []string, imported string) bool {
 		})
 }
 
-// readRooms returns, for each package in rooms.txt, the packages that it may import.
+// readRooms returns the packages that each package in rooms.txt may import.
 func readRooms(t *testing.T) map[string][]string {
 	text, err := os.ReadFile("internal/rules/rooms.txt")
 	if err != nil {
@@ -96,9 +96,9 @@ func readRooms(t *testing.T) map[string][]string {
 	return rooms
 }
 
-// With text/template, the linker keeps all exported methods of a program, which are many
-// megabytes of an agent with typed clients. So the packages that an agent imports do not
-// need it.
+// If a program contains text/template, the linker keeps all exported methods of the
+// program. In an agent with typed clients, these methods have many megabytes. So no
+// package that an agent imports may need text/template.
 func TestAgentsNeedNoTemplates(t *testing.T) {
 	t.Chdir(root)
 	list := exec.Command("go", "list", "-deps", ".", "./status", "./health", "./metrics", "./backends/nftables")
@@ -118,7 +118,7 @@ func TestAgentsNeedNoTemplates(t *testing.T) {
 	}
 }
 
-// Programs with the proxy of a node, but without package metrics, link none of these modules.
+// A program that uses package node but not package metrics links none of these modules.
 func TestNodesNeedNoPrometheus(t *testing.T) {
 	t.Chdir(root)
 	list := exec.Command("go", "list", "-deps", "./node", "./backends/nftables")

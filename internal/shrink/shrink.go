@@ -6,15 +6,16 @@ package shrink
 
 import "maps"
 
-// kept is a size from which on maps are copied. Smaller maps need little memory.
+// kept is the minimum size of maps that are copied. Smaller maps need little memory.
 const kept = 1024
 
 // Size remembers the largest size of a map. The zero value is ready to use.
 type Size int
 
-// Map returns m, or a copy of m if m was four times as large in an earlier call with the same
-// size. The caller uses the result in place of m. If a map loses its entries one after the
-// other, with a call after each, all copies together take less time than the deletions.
+// Map returns m. If m was four times as large in an earlier call with the same argument size,
+// Map returns a copy instead. The caller uses the result in place of m. Even if a program
+// calls Map after each of many deletions, all copies together take less time than the
+// deletions.
 func Map[K comparable, V any](m map[K]V, size *Size) map[K]V {
 	*size = max(*size, Size(len(m)))
 	if *size < kept || Size(len(m)) > *size/4 {

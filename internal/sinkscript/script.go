@@ -71,16 +71,16 @@ func (s *Sink) Sync(ctx context.Context, c *sink.Changes) error {
 // Unwrap returns the other sink.
 func (s *Sink) Unwrap() sink.Sink { return s.sink }
 
-// Step takes the place of one call of Sync. The argument s is the sink that the Sink wraps.
+// Step replaces one call of Sync. The argument s is the sink that the Sink wraps.
 type Step func(ctx context.Context, c *sink.Changes, s sink.Sink) error
 
-// Fail returns a step that returns err and does not call the sink.
+// Fail returns a step that does not call the sink and returns err.
 func Fail(err error) Step {
 	return func(context.Context, *sink.Changes, sink.Sink) error { return err }
 }
 
-// FailServices returns a step that calls the sink. Then it reports that the services in
-// keys failed with err, in addition to services that failed in the sink.
+// FailServices returns a step that calls the sink. Then the step reports that the
+// services in keys failed with err, in addition to services that failed in the sink.
 func FailServices(err error, keys ...types.NamespacedName) Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		var failed sink.Failed

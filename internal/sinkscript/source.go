@@ -11,7 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is a [sinktest.Source] that a test can make fail, and whose node it can read.
+// Source is a [sinktest.Source] with more methods: a test can make the source fail, and
+// can read its node.
 type Source struct {
 	*sinktest.Source
 
@@ -31,7 +32,8 @@ func (s *Source) Fail(err error) {
 	s.err = err
 }
 
-// PanicIn makes the computation of the view of one service panic. The zero key stops that.
+// PanicIn makes the computation of one service's view panic. With the zero key, no
+// computation panics.
 func (s *Source) PanicIn(key types.NamespacedName) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

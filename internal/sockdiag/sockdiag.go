@@ -27,24 +27,25 @@ const (
 	stateCloseWait   = 8
 
 	// The sizes of struct inet_diag_req_v2 and inet_diag_msg, and the offset of struct
-	// inet_diag_sockid, which has ports, addresses, an interface and a cookie.
+	// inet_diag_sockid in them. This struct has ports, addresses, an interface and a
+	// cookie.
 	requestLen, answerLen      = 56, 72
 	requestID, answerID, idLen = 8, 4, 48
 )
 
-// connected has the states of sockets that Conn finds. A connected UDP socket is in the
-// first of these states.
+// Conn finds sockets in the states that connected contains. A connected UDP socket is in
+// the first of these states.
 var connected = []byte{stateEstablished, stateFinWait1, stateFinWait2, stateCloseWait}
 
 // Conn is a netlink socket of a network namespace. One goroutine at a time may use it. After
 // an error, it must be closed.
 type Conn struct {
 	fd  int
-	buf [32 << 10]byte // of the length that the kernel uses for dumps
+	buf [32 << 10]byte // as long as the messages that the kernel sends in dumps
 }
 
-// Open opens a netlink socket in the network namespace with the file descriptor netNS, or
-// in that of the calling thread if netNS is 0.
+// Open opens a netlink socket in the network namespace with the file descriptor netNS. If
+// netNS is 0, this is the network namespace of the calling thread.
 func Open(netNS int) (*Conn, error) {
 	c := &Conn{}
 	var err error
@@ -132,10 +133,10 @@ func (c *Conn) Destroy(s Socket) (bool, error) {
 	return err == nil, err
 }
 
-// CanDestroy returns an error if the kernel or the process cannot destroy sockets of the
-// protocol.
+// CanDestroy returns an error if the kernel does not let the process destroy sockets of
+// the protocol.
 func (c *Conn) CanDestroy(protocol uint8) error {
-	// Without support for the protocol, this fails.
+	// This call fails if the kernel has no support for the protocol.
 	if err := c.Connected(protocol, func(Socket) {}); err != nil {
 		return err
 	}
@@ -145,7 +146,7 @@ func (c *Conn) CanDestroy(protocol uint8) error {
 
 // DestroyTCP ends the connection of the local TCP socket with these addresses. The result is
 // false if there is no such socket. The search for a socket also finds a listener at the
-// local port, which must stay.
+// local port. DestroyTCP keeps this listener.
 func (c *Conn) DestroyTCP(local, peer netip.AddrPort) (bool, error) {
 	family := uint8(unix.AF_INET)
 	if local.Addr().Is6() {

@@ -6,9 +6,10 @@
 // makes the rules that look up a source in a list.
 //
 // Frontends with equal source ranges share a list. A map of the table leads from a frontend
-// to the number of its list. One set has the ranges of all lists of a family: a key is the
-// number of a list and a range of it, see [Range.Key]. So the number of elements is the sum
-// of the lengths of the different lists, and a change of a list changes nothing in others.
+// to the number of its list. One set has the ranges of all lists of a family. A key of the
+// set consists of the number of a list and one of its ranges, see [Range.Key]. So the
+// number of elements is the sum of the lengths of the different lists, and a change of one
+// list does not affect the others.
 //
 // A change of a service takes these steps:
 //
@@ -20,8 +21,8 @@
 //  5. Delete the ranges that [Lists.Reap] returns. A packet may be on its way through the
 //     rules, with the number of its list. So do that in a later call, not immediately.
 //
-// Until step 3, and if it fails, packets find the old list. Afterwards they find the new
-// list. They never find a part of a list.
+// Packets find the old list until step 3 succeeds. Afterwards they find the new list.
+// They never find a part of a list.
 package sourcelists
 
 import (
@@ -41,7 +42,8 @@ type Lists struct {
 	byNumber  map[uint32]*sharedList
 	uses      map[types.NamespacedName]*use
 	fresh     []*sharedList
-	// unused has the lists that no service uses, and unusedRanges the number of their ranges.
+	// unused has the lists that no service uses, and unusedRanges is the number of ranges in
+	// these lists.
 	unused       map[*sharedList]bool
 	unusedRanges int
 	// last is the number that was assigned last.
@@ -53,13 +55,13 @@ type sharedList struct {
 	number uint32
 	// ranges are the ranges that the list has or will have in the kernel.
 	ranges Ranges
-	// written is the number of ranges that the kernel has, from the first one on.
+	// The kernel has the first ranges of the list. The number of these ranges is written.
 	written int
 	// users counts the services that use the list. The field kept is true if the kernel had
 	// the list when the pass began. Then services that were not delivered yet may use it.
 	users int
 	kept  bool
-	// waiting are the services that cannot use the list before it is written.
+	// waiting has the services that cannot use the list until the kernel has it.
 	waiting []types.NamespacedName
 }
 
@@ -70,7 +72,8 @@ type use struct {
 }
 
 // addrOf returns the address of a frontend, or the unspecified address of the family for a
-// node port. The frontends of a service with one addrOf have the same source ranges.
+// node port. All frontends of a service for which addrOf returns the same address have the
+// same source ranges.
 func addrOf(f *nodeview.Frontend) netip.Addr {
 	switch {
 	case f.Kind != nodeview.NodePort:
@@ -82,8 +85,8 @@ func addrOf(f *nodeview.Frontend) netip.Addr {
 	}
 }
 
-// New returns lists without any list. The ranges of services may admit the addresses
-// nodeAddrs of the node, see [nodeview.Sources].
+// New returns an empty Lists. The argument nodeAddrs has the addresses of the node. The
+// ranges of services may admit these addresses, see [nodeview.Sources].
 func New(nodeAddrs []netip.Addr) *Lists {
 	return &Lists{
 		nodeAddrs: nodeAddrs,
@@ -93,15 +96,16 @@ func New(nodeAddrs []netip.Addr) *Lists {
 }
 
 // A number of a list has 24 bits for the list. The low octet is free for a prefix length.
-// It is not zero in the number itself, because nft cannot load a number that it prints with
-// ":0" at the end.
+// In the number itself, this octet is not zero, because nft prints such a number with ":0"
+// at the end and cannot load it.
 const (
 	lengthMask = 0xff
 	maxList    = 1<<24 - 2 // nft prints the highest number as a name
 )
 
-// SetNodeAddrs sets the addresses of the node. If services have source ranges, which may
-// admit other addresses then, it changes nothing and returns false.
+// SetNodeAddrs sets the addresses of the node. If services have source ranges,
+// SetNodeAddrs changes nothing and returns false, because the ranges might then admit
+// other addresses.
 func (l *Lists) SetNodeAddrs(addrs []netip.Addr) bool {
 	if len(l.uses) > 0 && !slices.Equal(addrs, l.nodeAddrs) {
 		return false
@@ -110,7 +114,7 @@ func (l *Lists) SetNodeAddrs(addrs []netip.Addr) bool {
 	return true
 }
 
-// Number returns the number of the i-th list, which counts from 1.
+// Number returns the number of the i-th list. The index i begins with 1.
 func Number(i uint32) uint32 { return i<<8 | lengthMask }
 
 // Found records a list that the kernel has at the beginning of a pass. [Lists.EndPass]
@@ -142,7 +146,8 @@ func (l *Lists) HasKept() bool {
 	return false
 }
 
-// Of returns the number of the list that a frontend of the service uses, or 0.
+// Of returns the number of the list that a frontend of the service uses. If it uses no
+// list, the result is 0.
 func (l *Lists) Of(service types.NamespacedName, f *nodeview.Frontend) uint32 {
 	if u := l.uses[service]; u != nil {
 		if list := u.byAddr[addrOf(f)]; list != nil {
@@ -154,17 +159,17 @@ func (l *Lists) Of(service types.NamespacedName, f *nodeview.Frontend) uint32 {
 
 // Change is the change of the lists of a service.
 type Change struct {
-	// Remove and Add are ranges to remove from the kernel and to add, in the same transaction
-	// as the frontends of the service.
+	// Remove has the ranges to remove from the kernel, and Add has the ranges to add. Both
+	// belong into the same transaction as the frontends of the service.
 	Remove, Add []Range
 
 	Service types.NamespacedName
 
 	lists    *Lists
 	old, new *use
-	// planned has the lists that the method Number has returned for source ranges.
+	// planned has each list whose number the method Number has returned.
 	planned map[frontends.SourcesID]*sharedList
-	// edited has the list that gets other ranges in place, and its next ranges.
+	// edited has the list whose ranges change in place, and its new ranges.
 	edited map[*sharedList]Ranges
 }
 
@@ -231,8 +236,8 @@ const maxEdit = 1000
 
 // edit changes a list of the old view in place and returns it. It returns nil if another
 // service uses the list or if too much would change. It also returns nil if a removed range
-// overlaps an added range: a packet whose source is in both might find neither, if the
-// transaction comes between two lookups.
+// overlaps an added range. If the transaction came between two lookups of a packet whose
+// source is in both ranges, the packet might find neither range.
 func (c *Change) edit(ranges Ranges) *sharedList {
 	if c.old == nil {
 		return nil
@@ -279,14 +284,14 @@ func (l *Lists) add(ranges Ranges) *sharedList {
 	return list
 }
 
-// unindex makes sure that no service finds the list by its ranges.
+// After unindex, services no longer find the list by its ranges.
 func (l *Lists) unindex(list *sharedList) {
 	if l.byRanges[list.ranges] == list {
 		delete(l.byRanges, list.ranges)
 	}
 }
 
-// index makes sure that services find a list by these ranges.
+// After index, services find the list by these ranges.
 func (l *Lists) index(list *sharedList) {
 	if l.byRanges[list.ranges] == nil {
 		l.byRanges[list.ranges] = list
@@ -340,10 +345,10 @@ type Chunk struct {
 }
 
 // Fresh passes the lists that the kernel lacks to the function write. Each call of write
-// gets one or more chunks, with up to n ranges together, and reports for each chunk
-// whether the kernel has it now. If not, the services of the chunk must fail: Fresh skips
-// the rest of this list, and no later change uses the list. An error of write ends Fresh.
-// Then no later change uses the lists that are not written.
+// gets one or more chunks with up to n ranges in all, and reports for each chunk whether
+// the kernel has it now. If the kernel lacks a chunk, the services of the chunk must
+// fail. Then Fresh skips the rest of this list, and no later change uses the list. An
+// error of write ends Fresh. Then no later change uses the lists that are not written.
 func (l *Lists) Fresh(n int, write func([]Chunk) (written []bool, err error)) error {
 	fresh := l.fresh
 	l.fresh = nil
@@ -390,14 +395,14 @@ func (l *Lists) Fresh(n int, write func([]Chunk) (written []bool, err error)) er
 	return flush()
 }
 
-// cut makes sure that no later change uses a list that the kernel has only in part. Later,
-// what the kernel has of it is deleted.
+// cut makes sure that no later change uses a list of which the kernel has only a part.
+// Later, this part is deleted.
 func (l *Lists) cut(list *sharedList) {
 	l.unindex(list)
 	list.ranges = list.ranges.slice(0, list.written)
 }
 
-// slice returns the ranges from the index i to the index j, without that at j.
+// slice returns the ranges from the index i up to, but not including, the index j.
 func (list *sharedList) slice(i, j int) []Range {
 	ranges := make([]Range, 0, j-i)
 	for ; i < j; i++ {

@@ -105,8 +105,8 @@ func (w *world) change(remove, add []Range) {
 	w.elements += len(remove) + len(add)
 }
 
-// sync programs views together. It refuses the services for which fails returns true, in
-// their transaction, and the lists for which refuses returns true.
+// sync programs views together. The transaction of a service fails if the function fails
+// returns true. The kernel refuses a list if the function refuses returns true.
 func (w *world) sync(views map[types.NamespacedName]*api.View, fails func(types.NamespacedName) bool, refuses func() bool) {
 	w.t.Helper()
 	var changes []*Change

@@ -212,8 +212,8 @@ func (c *claims) outcome(cl claim) outcome { return outcome{cl, c.owner(cl.Claim
 
 // replace replaces the claims of a service's old version by the claims of its new
 // version. One version may be nil. If the versions have the same claims, changed is false.
-// Otherwise own has the claims that the new version lost, and others has the outcomes of
-// all claims that other services have won or lost.
+// Otherwise the result own has the claims that the new version lost. The result others has
+// the outcomes of all claims that other services have won or lost.
 func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed bool) {
 	before, after := claimsOf(old), claimsOf(new)
 	if len(before) == 0 && c.unclaimed(after) { // true for nearly all services of an initial list

@@ -32,7 +32,7 @@ type refused struct {
 	invalid map[types.NamespacedName]map[string]string
 	// merged has the reasons of the states that [Merge] reads.
 	merged map[types.NamespacedName]string
-	// reasons has the reasons of existing services. Readers see it in snapshots.
+	// reasons has the reasons of existing services. Readers see these reasons in snapshots.
 	reasons *revstore.Store[types.NamespacedName, string]
 	// touched has the services that the present Update may refuse or accept, with their
 	// reasons before the Update.

@@ -209,8 +209,8 @@ var faults = []fault{
 		})},
 }
 
-// filterEndpoints returns a function for fault.view that hides the endpoints for which f
-// returns false.
+// filterEndpoints returns a function for fault.view. It hides an endpoint if f returns
+// false.
 func filterEndpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	return func(objects *Objects) {
 		for _, slice := range objects.Slices {
@@ -234,7 +234,7 @@ func eachService(f func(*corev1.Service)) func(*Objects) {
 	}
 }
 
-// keepDeleted returns a function for fault.view that adds the services that were deleted.
+// keepDeleted returns a function for fault.view that adds deleted services.
 func keepDeleted() func(*Objects) {
 	last := map[string]*corev1.Service{}
 	return func(objects *Objects) {

@@ -11,8 +11,8 @@ import (
 )
 
 // flowCount is the number of UDP flows in cases that check whether flows move or stay. If
-// a change moved each flow to a random one of four endpoints, the probability that all 8
-// flows keep their endpoint would be 1 in 65,000.
+// a change distributed the flows at random over four endpoints, the probability that all
+// 8 flows keep their endpoint would be 1 in 65,000.
 const flowCount = 8
 
 var connectionCases = []testCase{
@@ -176,9 +176,9 @@ func (s *scene) openTo(from person, svc *service, p person) *flow {
 }
 
 // openMany opens TCP connections from a pod to the cluster IP of a service. The returned
-// function checks that each connection still reaches its endpoint. If a change moved the
-// connections to random ones of two equal endpoints, all would keep their endpoint with a
-// probability of at most 1 in 1000.
+// function checks that each connection still reaches its endpoint. If a change
+// distributed the connections at random over two equal endpoints, all connections would
+// keep their endpoint with a probability of at most 1 in 1000.
 func (s *scene) openMany(svc *service) (stay func()) {
 	flows := map[*flow]person{}
 	for range 10 {

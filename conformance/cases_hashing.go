@@ -277,10 +277,10 @@ func (s *scene) mustStay(before, after []string) {
 	}
 }
 
-// fewMustMove asserts that few of the clients of endpoints other than lost have moved. At
-// most 1/6 + 1 % of them should move. If each client moves with this probability, 45 % or
-// more move once in 10 billion checks. If the proxy chooses by the remainder of a division,
-// 80 % move.
+// fewMustMove asserts that few clients have moved, except the clients of the endpoint
+// "lost". At most 1/6 + 1 % of them should move. If each client moves with this
+// probability, 45 % or more move once in 10 billion checks. If the proxy chooses by the
+// remainder of a division, 80 % move.
 func (s *scene) fewMustMove(before, after []string, lost string) {
 	others, moved := 0, 0
 	for i, name := range before {

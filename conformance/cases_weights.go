@@ -174,7 +174,7 @@ var weightCases = []testCase{
 	}},
 }
 
-// shares are the shares of connections that endpoints get, by their names.
+// shares has the share of the connections that each endpoint gets, by its name.
 type shares map[string]float64
 
 var oneTwoSeven = shares{"a": 1, "b": 2, "d": 7}

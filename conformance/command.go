@@ -22,8 +22,8 @@ import (
 type Command struct {
 	// Proxy returns the command that runs the proxy until it is killed.
 	Proxy func(Site) *exec.Cmd
-	// Clean returns the command that removes the objects that the proxy created. If Clean is
-	// nil, Cleanup does nothing.
+	// Clean returns the command that removes all objects of the proxy. If Clean is nil,
+	// Cleanup does nothing.
 	Clean func(Site) *exec.Cmd
 	// Publisher writes the objects to the place from which the command reads them.
 	Publisher

@@ -239,7 +239,7 @@ func TestServicesSwapAddresses(t *testing.T) {
 	n.mustBe(want)
 }
 
-// TestManyEndpoints has more endpoints than fit into one message.
+// TestManyEndpoints uses a service with more endpoints than fit into one message.
 func TestManyEndpoints(t *testing.T) {
 	n := newNode(t)
 	endpoints := func(count int) (all []string) {
@@ -443,8 +443,8 @@ func TestRefusedServiceFailsAlone(t *testing.T) {
 }
 
 // TestServiceWithoutRoomForGroupsFailsAlone checks what happens if the switch has no room
-// for a group. Open vSwitch has no limit for groups that a test could reach, so a proxy in
-// front of the switch refuses to add one.
+// for a group. A test could not reach Open vSwitch's limit for groups, so a proxy in front
+// of the switch refuses to add a group.
 func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
 	n := newNode(t)
 	full := n.refuseGroups(t, "10.244.2.2")

@@ -67,7 +67,7 @@ const maxGroups = groupCount / 8
 
 var errNumbers = errors.New("the instance has no more IDs for groups")
 
-// newNumbers returns the numbers that the groups in the switch record.
+// newNumbers returns the numbers that are recorded by groups in the switch.
 func (d *dataplane) newNumbers() numbers {
 	n := numbers{
 		of: map[name]uint32{}, names: map[uint32]named{}, recorded: make(map[uint64]uint32, len(d.groups)),

@@ -34,8 +34,8 @@ type plan struct {
 	// kept has the UDP frontends, and the TCP frontends of services with resets. Frontends
 	// with the same endpoints have the same value.
 	kept map[frontendAt]*kept
-	// counted are the groups whose connections are counted. Without Options.Stats, there are
-	// none.
+	// counted has the service ports, by group, of groups whose connections are counted.
+	// Without Options.Stats, it is empty.
 	counted map[uint32]servicePort
 }
 
@@ -124,7 +124,7 @@ func (p *planner) plan(view *api.View) (*plan, error) {
 	return s.plan, nil
 }
 
-// servicePlan is a plan while it is made. The maps have the parts that frontends share.
+// servicePlan is an unfinished plan. The maps have the parts that frontends share.
 type servicePlan struct {
 	*plan
 	*planner

@@ -210,7 +210,7 @@ func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 // updates returns an update for each service in c. If c.Last is true, it also returns
-// updates that delete the services that the pass did not deliver.
+// updates to delete the services that the pass did not deliver.
 func (b *backend) updates(c *sink.Changes) (updates []*update) {
 	node, _ := b.node.Addresses()
 	if c.First {

@@ -54,7 +54,7 @@ func wideService(name string, first netip.Addr, addrs, ports int, endpoints ...n
 	return s.view()
 }
 
-// startBackend starts a backend whose addresses are not real and whose sockets are counted.
+// startBackend starts a backend with simulated addresses and counted sockets.
 func startBackend(t *testing.T, opts settings) (b *backend, a *fakeAddresses, opened *atomic.Int64) {
 	t.Helper()
 	a, opened = newFakeAddresses(), &atomic.Int64{}

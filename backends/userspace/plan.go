@@ -16,7 +16,7 @@ import (
 type plan struct {
 	// addresses has those addresses of the service that must be local, each once.
 	addresses []netip.Addr
-	// at has the sockets at each of these addresses.
+	// The map "at" has the sockets at each of these addresses.
 	at map[netip.Addr][]listenSpec
 	// sockets has the sockets to listen on, in the order of the frontends of the view.
 	sockets []listenSpec

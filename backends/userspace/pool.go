@@ -74,7 +74,7 @@ func newPool(c content) *pool {
 	return p
 }
 
-// set replaces the content. If it is the same as before, the present round
+// set replaces the content. If the content is the same as before, the present round
 // continues.
 func (p *pool) set(c content) {
 	p.mu.Lock()
@@ -138,8 +138,8 @@ func (p *pool) nextTurn() netip.AddrPort {
 	return p.turns[p.next-1]
 }
 
-// byWeight returns an endpoint according to the weights. The steps of the golden ratio
-// spread any number of successive choices more evenly than random numbers.
+// byWeight returns an endpoint according to the weights. With steps of the golden ratio,
+// any number of successive choices is distributed more evenly than at random.
 func (p *pool) byWeight() netip.AddrPort {
 	p.position += 0x9e3779b97f4a7c15
 	place, _ := bits.Mul64(p.position, p.sums[len(p.sums)-1])

@@ -70,8 +70,8 @@ func (s *screen) program(v4 bool, pods []netip.Prefix) []bpf.Instruction {
 }
 
 // ifSourceIn returns instructions that execute action if the source of a packet is in p.
-// Otherwise they continue with the instruction that follows them. If v4 selects another
-// IP family than that of p, the result is nil.
+// Otherwise they continue with the instruction that follows them. If v4 does not select
+// the IP family of p, the result is nil.
 func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instruction {
 	if p.Addr().Is4() != v4 {
 		return nil

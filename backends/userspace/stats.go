@@ -13,8 +13,8 @@ import (
 	"github.com/kpng-project/kpng/backends"
 )
 
-// Stats implements [backends.Counter]. UDP clients count as connections. Bytes are those of
-// the data, without headers.
+// Stats implements [backends.Counter]. UDP clients count as connections. Only the bytes of
+// data are counted, without headers.
 func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) error {
 	if !b.opts.Stats {
 		return errors.New("count traffic: the option Stats is not set")
@@ -33,7 +33,7 @@ func (b *backend) Stats(ctx context.Context, yield func(backends.Stats) bool) er
 // endpointCounters counts the traffic of a port by endpoint. It is safe for concurrent use.
 type endpointCounters struct {
 	mu sync.Mutex
-	// all has the endpoints that have had connections.
+	// The map all has the endpoints that have had connections.
 	all map[netip.AddrPort]*endpointCounter
 }
 
@@ -60,7 +60,7 @@ func (c *endpointCounters) begin(endpoint netip.AddrPort) *endpointCounter {
 	return e
 }
 
-// prune drops the endpoints that have no connections and for which serves returns false.
+// prune drops an endpoint if it has no connections and serves returns false.
 func (c *endpointCounters) prune(serves func(netip.AddrPort) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -381,7 +381,7 @@ func (r *relay) limitIdle(source, destination *net.TCPConn) {
 	destination.SetWriteDeadline(deadline)
 }
 
-// lost reports whether the connection must be reset, because of its endpoint.
+// lost reports whether the connection must be reset because its endpoint is lost.
 func (r *relay) lost() bool {
 	at := r.endpoint.RemoteAddr().(*net.TCPAddr).AddrPort()
 	return r.port.resets(netip.AddrPortFrom(at.Addr().Unmap(), at.Port()))

@@ -326,8 +326,8 @@ type udpClients struct {
 
 	mu    sync.Mutex
 	count int
-	// bySize has the accounts with n clients at the index n-1. It ends with the accounts that
-	// have the most clients.
+	// At the index n-1, bySize has the accounts with n clients. It ends with the accounts
+	// that have the most clients.
 	bySize []map[*udpAccount]struct{}
 }
 

@@ -158,8 +158,8 @@ func addInit(cmd *cobra.Command, b *command.Backend) {
 	}
 }
 
-// cleanupCommand returns the command that removes the state that backends leave in the
-// dataplane when they stop.
+// cleanupCommand returns the command that cleans up the dataplane. It removes the state
+// that backends leave when they stop.
 func cleanupCommand() *cobra.Command {
 	cmd := group("cleanup", "Remove everything that a backend ever programmed on this machine")
 	for _, b := range platformBackends() {

@@ -42,8 +42,7 @@ func docPages(t *testing.T) map[string]string {
 	return pages
 }
 
-// otherFlags are flags that the documentation mentions and that kpng on Linux does not
-// have.
+// otherFlags are flags in the documentation that kpng on Linux does not have.
 var otherFlags = []string{"--cgroup-root", "--detect-local-mode", "--frontends", "--help", "--nft", "--no-install", "--node", "--proxy-mode", "--table", "--target", "--windows-service"}
 
 // TestNamesInDocsExist finds flags and metrics in the manual that kpng does not have.

@@ -216,7 +216,7 @@ func nft(ctx context.Context, script string) (string, error) {
 
 func equal(is, want chain) bool { return is.digest == want.digest }
 
-// depth makes reconcile write the chains that log before those that jump to them.
+// depth makes reconcile write the chains that log before the chains that jump to them.
 func depth(key string) int {
 	if strings.HasPrefix(key, "log ") {
 		return 1

@@ -57,8 +57,8 @@ func Complete(o *backends.Options, podsKnown bool, supported ...string) error {
 	return errors.Join(errs...)
 }
 
-// checkSupported returns an error that names the fields that have a value but are not in
-// supported.
+// checkSupported returns an error if fields have a value but are not in supported. The
+// error names these fields.
 func checkSupported(o *backends.Options, supported []string) error {
 	var errs []error
 	v := reflect.ValueOf(o).Elem()

@@ -264,8 +264,8 @@ func (s *Source) Find(ctx context.Context, key types.NamespacedName) (*corev1.Se
 	})
 }
 
-// FindUnselected is like Find for the first Service object that has an address and that the
-// flags do not select.
+// FindUnselected is like Find. Among the Service objects that the flags do not select, it
+// returns the first one with the address addr.
 func (s *Source) FindUnselected(ctx context.Context, addr netip.Addr) (*corev1.Service, error) {
 	return s.find(ctx, "", fields.Everything(), func(service *corev1.Service) bool {
 		texts := slices.Concat([]string{service.Spec.ClusterIP}, service.Spec.ClusterIPs, service.Spec.ExternalIPs)

@@ -66,8 +66,7 @@ type backend struct {
 	// frontend, of the frontends whose last operation failed.
 	wanted   map[frontend]bool
 	troubled map[frontend]types.NamespacedName
-	// void has the frontends whose load balancers do not exist because HNS has none of their
-	// endpoints.
+	// void has the frontends without a load balancer: HNS has none of their endpoints.
 	void map[frontend]bool
 	// lacking has the services with load balancers that the present call has programmed
 	// without some endpoints.

@@ -301,7 +301,7 @@ func (f *fuzzer) setHook(hook func(string) error) {
 	f.hns.SetHook(hook)
 }
 
-// localPods returns the addresses of those pods of this node that services select.
+// localPods returns the addresses of the services' endpoints on this node.
 func (f *fuzzer) localPods() []netip.Addr {
 	var all []netip.Addr
 	snapshot := f.state.Snapshot()

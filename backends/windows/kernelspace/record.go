@@ -33,7 +33,7 @@ type record struct {
 	journal *journal.Journal
 	planned map[frontend]*plannedBalancer
 	made    map[string]*madeBalancer // by ID
-	// deleted is the number of load balancers in made that are deleted.
+	// deleted is the number of deleted load balancers in the map made.
 	deleted int
 }
 

@@ -251,9 +251,9 @@ func (g *Group) selection() []byte {
 
 // Connections selects tracked connections. Destination is their destination before
 // translation. A Destination without a port means all ports. At most one of the optional
-// fields Source and Endpoint is set. Source is the client, so there is only one connection.
-// Endpoint is the address and port to which the connections were translated. Destination is
-// required unless Endpoint is set.
+// fields Source and Endpoint is set. Source is the client, so only one connection is
+// selected. Endpoint is the address and port to which the connections were translated.
+// Destination is required unless Endpoint is set.
 type Connections struct {
 	Zone        uint16
 	Protocol    uint8
@@ -301,8 +301,8 @@ func DeleteConnections(c Connections) Message {
 	return Message{typeExperimenter, b}
 }
 
-// SendIP makes the switch execute actions for an IP packet, as if it came from a controller.
-// The packet has no Ethernet addresses.
+// SendIP makes the switch execute actions for an IP packet, as if the packet came from a
+// controller. The packet has no Ethernet addresses.
 func SendIP(packet []byte, actions Actions) Message {
 	const fromController = 0xfffffffd
 	etherType := []byte{IPv4 >> 8, IPv4 & 0xff}

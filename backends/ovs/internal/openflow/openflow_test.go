@@ -43,7 +43,7 @@ func fakeSwitch(t *testing.T, serve func(net.Conn)) string {
 
 var hello = appendMessage(nil, typeHello, 0, []byte{0, 1, 0, 8, 0, 0, 0, 1 << version})
 
-// answer sends a hello, and then these bytes after each message.
+// answer returns a function that sends a hello, and the bytes b after each message.
 func answer(b []byte) func(net.Conn) {
 	return func(c net.Conn) {
 		r := bufio.NewReader(c)
@@ -64,7 +64,7 @@ func setPatience(t *testing.T, d time.Duration) {
 	t.Cleanup(func() { patience = old })
 }
 
-// TestUnexpectedAnswers checks that answers which violate the protocol cause an error.
+// TestUnexpectedAnswers checks for errors after answers that violate the protocol.
 func TestUnexpectedAnswers(t *testing.T) {
 	listing := func(body ...byte) []byte { return appendMessage(nil, typeMultipartReply, 1, body) }
 	header := []byte{0, listGroups, 0, 0, 0, 0, 0, 0}

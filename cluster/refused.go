@@ -205,8 +205,8 @@ func (s *State) forgetInvalid(key types.NamespacedName, slice string) {
 	}
 }
 
-// forgetInvalidSlice forgets the invalid fields of an EndpointSlice, unless new is the
-// object that the state already has.
+// forgetInvalidSlice forgets the invalid fields of an EndpointSlice, unless the argument
+// new is the object that the state already has.
 func (s *State) forgetInvalidSlice(key types.NamespacedName, new *api.EndpointSlice) {
 	if len(s.refused.invalid) == 0 {
 		return
@@ -235,7 +235,7 @@ func (s *State) touch(key types.NamespacedName) {
 }
 
 // reason returns why a service is refused. It names only one object with invalid
-// fields, because many objects of the service may have some.
+// fields, because many objects of the service may have such fields.
 func (s *State) reason(key types.NamespacedName) reason {
 	now := reason{size: s.refused.sizes[key], merged: s.refused.merged[key]}
 	objects := s.refused.invalid[key]

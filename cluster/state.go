@@ -463,7 +463,7 @@ func (s *State) splice(key types.NamespacedName, want api.ServiceState, i, next 
 	s.setState(key, want)
 }
 
-// few is the greatest length of a list of slices that splice always copies.
+// few is the length up to which splice always copies a list of slices.
 const few = 8
 
 // targetsOf returns the number of slices plus the number of their endpoints.

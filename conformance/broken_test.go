@@ -258,8 +258,8 @@ func eachSlice(f func(*discoveryv1.EndpointSlice)) func(*Objects) {
 	}
 }
 
-// misreadingSubject is a Subject that modifies objects with view before the proxy reads
-// them.
+// misreadingSubject is a Subject that modifies objects with the function view before the
+// proxy reads them.
 type misreadingSubject struct {
 	*sinkSubject
 	view func(*Objects)

@@ -171,8 +171,8 @@ func (s *scene) resettingService(name string) *service {
 	return s.addService(name).withExternalIP().withLoadBalancer().with(parameters.Connections, "reset")
 }
 
-// resetsAt checks that a connection of the client to an address of a service is reset when
-// its endpoint is removed.
+// resetsAt checks that a client's connection to an address of a service is reset when the
+// endpoint of the connection is removed.
 func (s *scene) resetsAt(from person, at func(*service) netip.AddrPort) {
 	web := s.resettingService("web").withNodePort().withEndpoints(asReady(s.a))
 	s.publish()

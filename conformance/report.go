@@ -52,7 +52,8 @@ type (
 	}
 )
 
-// writeReport writes the results of the run that started at a time to the file opts.Report.
+// writeReport writes the results of a run to the file opts.Report. The argument started is
+// the start time of the run.
 func (m Matrix) writeReport(opts Options, started time.Time) error {
 	var system unix.Utsname
 	if err := unix.Uname(&system); err != nil {

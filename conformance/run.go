@@ -372,7 +372,7 @@ func (k *kit) runCase(ctx context.Context, c testCase, family api.Family) error 
 		s.protocols = []api.Protocol{api.TCP, api.UDP} // test UDP, even if the proxy does not support it
 	}
 	done := make(chan struct{})
-	go func() { // a goroutine of its own, because a failed check ends it
+	go func() { // a goroutine of its own, because a failed check ends the goroutine
 		defer close(done)
 		defer s.cleanUp()
 		c.run(s)

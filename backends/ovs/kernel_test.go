@@ -293,7 +293,7 @@ func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
 		repair(name)
 		n.mustBe(want)
 	}
-	// A group that has lost its seed is replaced by one with another ID.
+	// If a group has lost its seed, a group with another ID replaces it.
 	n.Ofctl(t, "mod-group", fmt.Sprintf("group_id=%d,type=all", n.someGroup()))
 	repair("a group changed")
 	n.mustMatch()

@@ -477,8 +477,8 @@ func TestManyShortNodePortConnections(t *testing.T) {
 	}
 }
 
-// TestPodsSeeUnusedAddresses masquerades connections to a pod with addresses of a network,
-// so that they have more ports than one address has.
+// TestPodsSeeUnusedAddresses masquerades connections to a pod with addresses of a network.
+// Together these addresses have more ports than one address has.
 func TestPodsSeeUnusedAddresses(t *testing.T) {
 	network := netip.MustParsePrefix("169.254.78.0/23")
 	n := newNetwork(t, func(o *Options) { o.PodMasqueradeNetworks = []netip.Prefix{network} })

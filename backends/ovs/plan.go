@@ -282,8 +282,8 @@ func (p *servicePlan) actionsFor(f *nodeview.Frontend, t nodeview.Traffic) openf
 	return actions
 }
 
-// listName returns the name of a list. All service ports with the list share it, unless
-// their connections are counted.
+// listName returns the name of a list. All service ports with the list share the name,
+// unless their connections are counted.
 func (p *servicePlan) listName(f *nodeview.Frontend, list nodeview.ListID) name {
 	l := name{service: p.view.Key(), list: list}
 	if !p.opts.Stats || f.ServicePort == nil || list == 0 {

@@ -91,8 +91,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 }
 
 // TestCountersSurviveChanges changes the list of a service in all ways that replace its
-// groups. The counters of endpoints that stay must not change, at whatever time they are
-// read.
+// groups. The counters of remaining endpoints must not change, whenever they are read.
 func TestCountersSurviveChanges(t *testing.T) {
 	n := newNetwork(t, counting)
 	all := addresses(300, nil)

@@ -379,8 +379,8 @@ func (b *backend) Stop(ctx context.Context) error {
 }
 
 // Totals calls f for each IP family with the numbers of open listeners and of failed
-// attempts to open one. It returns the number of TCP connections and UDP clients so far.
-// Totals is safe for concurrent use. Package app/program uses it for metrics.
+// attempts to open a listener. It returns the number of TCP connections and UDP clients
+// so far. Totals is safe for concurrent use. Package app/program uses it for metrics.
 func (b *backend) Totals(f func(family api.Family, listeners, failures int64)) (accepted int64) {
 	for _, family := range []api.Family{api.IPv4, api.IPv6} {
 		f(family, b.listening[family].Load(), b.unopened[family].Load())

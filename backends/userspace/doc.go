@@ -29,8 +29,8 @@
 // the service works at its other addresses.
 //
 // On Windows, the backend adds each address with the prefix length 32 or 128 to a network
-// interface. It records the address in a file before, so that the next process can use or
-// remove it after a crash.
+// interface. Before that, it records the address in a file, so that the next process can
+// use or remove the address after a crash.
 //
 // # Connections
 //

@@ -101,11 +101,11 @@ func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instructi
 	return append(out, action)
 }
 
-// attach replaces the socket filter of c by the socket filter of s, and returns its number
-// of instructions. If s has too many prefixes, attach only removes the old filter, and the
-// rules apply after a connection is accepted. The number of prefixes is limited by
-// maxInstructions, by the argument room, and by the memory for socket options
-// (net.core.optmem_max).
+// attach replaces the socket filter of c by the socket filter of s, and returns the number
+// of instructions of the new filter. If s has too many prefixes, attach only removes the
+// old filter, and the rules apply after a connection is accepted. The number of prefixes
+// is limited by maxInstructions, by the argument room, and by the memory for socket
+// options (net.core.optmem_max).
 func (s *screen) attach(c syscall.RawConn, v4 bool, pods []netip.Prefix, room int) (instructions int, err error) {
 	program := s.program(v4, pods)
 	if len(program) > min(maxInstructions, room) {

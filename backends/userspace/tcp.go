@@ -27,8 +27,8 @@ type tcpListener struct {
 	// cancels this context.
 	connecting context.Context
 	giveUp     context.CancelFunc
-	// closeRequested is closed by close, so that accept stops waiting. acceptEnded is closed
-	// when accept returns.
+	// The method close closes the channel closeRequested, so that accept stops waiting.
+	// acceptEnded is closed when accept returns.
 	closeRequested, acceptEnded chan struct{}
 
 	mu      sync.Mutex

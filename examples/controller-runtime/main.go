@@ -95,8 +95,8 @@ func informersOf(ctx context.Context, c ctrlcache.Cache) (*kube.Informers, error
 		if err != nil {
 			return nil, fmt.Errorf("get the informer of %T: %w", kind.object, err)
 		}
-		// An informer of controller-runtime is one of client-go, except in a cache that is
-		// limited to several namespaces. That cache has one informer for each namespace.
+		// An informer of controller-runtime is an informer of client-go, except in a cache that
+		// is limited to several namespaces. That cache has one informer for each namespace.
 		shared, ok := informer.(cache.SharedInformer)
 		if !ok {
 			return nil, fmt.Errorf("the cache has no single informer of %T (it has a %T): a service proxy needs a cache of all namespaces", kind.object, informer)

@@ -249,7 +249,7 @@ func wholePass(now []*api.View) *sink.Changes {
 	return c
 }
 
-// inPass returns a batch of a pass that is neither its first nor its last batch.
+// inPass returns a batch in the middle of a pass: neither the first nor the last batch.
 func inPass(now ...*api.View) *sink.Changes {
 	c := changesBetween(nil, now)
 	services := slices.Collect(c.Services)

@@ -58,9 +58,9 @@ type record struct {
 	displaced bool
 }
 
-// group is a class of a service whose destinations are in an index. Each delivery of the
-// service updates the verdict. So a pass keeps flows to an endpoint that was added after
-// the group was queued.
+// group is a class of a service. The destinations of the class are in an index. Each
+// delivery of the service updates the verdict. So a pass keeps flows to an endpoint that
+// was added after the group was queued.
 type group struct {
 	record *record
 	class  class

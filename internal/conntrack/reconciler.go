@@ -47,7 +47,7 @@ type Options struct {
 // it to Options.Observe and retries. Start starts the goroutine that reads the table, and
 // does not wait for it. The goroutine runs until Stop, even after the context of Start
 // ends. Stop first waits until the stale connections of earlier Syncs are deleted, their
-// deletion fails, or its context ends.
+// deletion fails, or the context of Stop ends.
 type Reconciler interface {
 	sink.Sink
 	sink.Starter

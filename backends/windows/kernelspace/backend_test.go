@@ -529,8 +529,8 @@ func TestLoadBalancerWithoutEndpointsIsDeletedFirst(t *testing.T) {
 	}
 }
 
-// withForeignBalancer is an HNS with a load balancer of another owner that has neither
-// endpoints nor ports.
+// withForeignBalancer is an HNS with a load balancer of another owner. The load balancer
+// has neither endpoints nor ports.
 type withForeignBalancer struct {
 	hns.HNS
 	t *testing.T

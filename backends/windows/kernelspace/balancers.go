@@ -131,7 +131,7 @@ func (b *backend) balance(p *policy, service types.NamespacedName, want hns.Load
 // dropEmpty deletes load balancers without endpoints, before any other change. A load
 // balancer loses its endpoints when other owners delete them. On some versions of Windows,
 // all changes of load balancers then fail until the empty load balancer is deleted. A load
-// balancer of another owner is deleted only if it has frontends, and this backend may
+// balancer of another owner is deleted only if it has frontends and this backend may
 // replace it.
 func (b *backend) dropEmpty() error {
 	for _, id := range sortedKeys(b.holdings.balancers) {

@@ -28,7 +28,7 @@ type ruleset struct {
 	sets, chains, counters map[string]string
 	rules                  strings.Builder
 	number                 int
-	// service is the service of the rules that are being written.
+	// service is the service for which rules are being written.
 	service types.NamespacedName
 	// counterOf has the counter of each service port and endpoint.
 	counterOf map[backends.Stats]string

@@ -177,7 +177,8 @@ func Register64(match string, register int) uint64 {
 	return 0
 }
 
-// fields yields each field of a match with its value, which the mask follows, if any.
+// fields yields each field of a match with its value. If there is a mask, it is after the
+// value.
 func fields(match string) iter.Seq2[uint32, []byte] {
 	return func(yield func(uint32, []byte) bool) {
 		for b := []byte(match); len(b) >= 4; {

@@ -180,7 +180,7 @@ func SetGroup(g Group) []Message {
 const FirstBucket = 0xfffffffd
 
 // InsertBuckets returns messages that add buckets to a group. The argument after is the ID
-// of the bucket before them.
+// of the bucket before the new buckets.
 func InsertBuckets(id, after uint32, buckets []Bucket) []Message {
 	const reserve = 256 // for the fixed part and the properties
 	var all []Message

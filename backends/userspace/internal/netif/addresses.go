@@ -80,8 +80,8 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 	return a.record.Write()
 }
 
-// Add uses a list of the interface's addresses that is at most maxLookAge old. So Add
-// does not read the interface for each address of a Sync.
+// Add uses a list of the interface's addresses. The list is at most maxLookAge old. So
+// Add does not read the interface for each address of a Sync.
 const maxLookAge = time.Second
 
 // hasAddress reports whether the interface has an address. It reads the interface's

@@ -129,7 +129,7 @@ func (s IPSet) Len() (n int) {
 // IsZero reports whether the set is empty.
 func (s IPSet) IsZero() bool { return s == IPSet{} }
 
-// Equal returns s == o. Package go-cmp uses it.
+// Equal returns s == o. Package go-cmp uses this method.
 func (s IPSet) Equal(o IPSet) bool { return s == o }
 
 // All yields every address, IPv4 first.

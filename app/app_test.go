@@ -35,8 +35,8 @@ func runCommand(ctx context.Context, s sink.Sink, args ...string) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// The help text of a command without subcommands does not mention them. It has one default for
-// each flag.
+// Without subcommands, the help text of a command does not mention subcommands. It has
+// one default for each flag.
 func TestHelp(t *testing.T) {
 	for name, want := range map[string]string{"": "(default: services without this label)", "mine": `(default "mine")`} {
 		var help bytes.Buffer

@@ -40,10 +40,10 @@ type Capable interface {
 // Inspector is a [Dataplane] that can describe its entries for one frontend. [sink.As] finds
 // an Inspector in a wrapped sink, too.
 type Inspector interface {
-	// Inspect describes, in several lines, what the dataplane has for one frontend. If
-	// view is not nil, Inspect compares this with the requirements of the view. Then a
-	// line with a superfluous part begins with "+", and a line with a missing part begins
-	// with "-".
+	// Inspect describes, in several lines, the dataplane's entries for one frontend. If
+	// view is not nil, Inspect compares these entries with the requirements of the view.
+	// Then a line with a superfluous part begins with "+", and a line with a missing part
+	// begins with "-".
 	//
 	// The arguments addr, protocol and port identify the frontend. For a node port, addr is
 	// an address of the node. For an all-ports service, protocol and port are 0. Inspect may

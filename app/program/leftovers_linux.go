@@ -29,7 +29,8 @@ import (
 // left. They may handle connections to services before the rules of this backend.
 type leftover struct {
 	what, remove string
-	// The backend of kpng in the field by has left them. For kube-proxy, by is zero.
+	// The field "by" is the backend of kpng that has left them. It is zero for
+	// kube-proxy.
 	by instance
 }
 

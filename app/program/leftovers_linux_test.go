@@ -242,7 +242,7 @@ func TestLeftoversAreLoggedCountedAndRemoved(t *testing.T) {
 	if !strings.Contains(strings.Join(logged, "\n"), "have been removed") {
 		t.Errorf("logged %q", logged)
 	}
-	// A proxy that starts while this one runs is found as well.
+	// The search also finds a proxy that starts while this proxy runs.
 	n.Run(t, "nft", "add table ip kube-proxy")
 	n.Run(t, "nft", "add chain ip kube-proxy services")
 	look(l)

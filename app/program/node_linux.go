@@ -64,7 +64,7 @@ var sysctlModes = map[string]backends.SysctlMode{
 	"report": backends.ReportSysctls, "set": backends.SetSysctls, "ignore": backends.IgnoreSysctls,
 }
 
-// sysctlMode returns what to do with kernel settings.
+// sysctlMode returns the mode for kernel settings.
 func (f *nodeFlags) sysctlMode() backends.SysctlMode {
 	switch {
 	case f.sysctls != "":
@@ -157,8 +157,8 @@ func (f *nodeFlags) podsCheck() []command.Finding {
 // init implements command.Backend.Init.
 func (f *nodeFlags) init(ctx context.Context) error { return f.applySysctls(ctx) }
 
-// applySysctls applies the kernel settings that all backends need, and those in more.
-// It returns an error if settings remain wrong. First, it makes the kernel load
+// applySysctls applies the kernel settings that all backends need, and the settings in
+// more. It returns an error if settings remain wrong. First, it makes the kernel load
 // connection tracking, because some of the settings exist only then.
 func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) error {
 	mode := f.sysctlMode()

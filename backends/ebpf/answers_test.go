@@ -110,7 +110,7 @@ func (s *socket) mustReceive(answers int) {
 	}
 }
 
-// testAnswersInFlight sends datagrams before it reads answers of earlier ones.
+// testAnswersInFlight sends datagrams before it reads the answers to earlier datagrams.
 func testAnswersInFlight(t *testing.T) {
 	n := newNode(t, Options{})
 	n.useNFTables()

@@ -229,7 +229,7 @@ func BenchmarkSend(b *testing.B) {
 						}
 					}
 					// No socket receives the datagrams, so the kernel may report that an
-					// earlier one was refused.
+					// earlier datagram was refused.
 					if err := unix.Sendto(to, nil, 0, test.to); err != nil && err != unix.ECONNREFUSED {
 						return err
 					}
@@ -249,9 +249,10 @@ func BenchmarkSend(b *testing.B) {
 	}
 }
 
-// BenchmarkQuestion compares questions of connected UDP sockets to a service with those to
-// its endpoint. Each question opens and connects a socket, as resolvers do. The benchmark
-// alternates between the two, and reports the medians of the whole question and of connect.
+// BenchmarkQuestion compares questions to a service with questions to its endpoint, from
+// connected UDP sockets. Each question opens and connects a socket, as resolvers do. The
+// benchmark alternates between the two, and reports the medians of the whole question and
+// of connect.
 func BenchmarkQuestion(b *testing.B) {
 	n := newNode(b, Options{})
 	n.ns.Add(b, "lo", "10.0.0.1")

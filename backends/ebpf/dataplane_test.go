@@ -359,7 +359,8 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 	}
 }
 
-// TestPanicFailsOneService checks that a service whose plan panics fails alone.
+// TestPanicFailsOneService checks that a panic in the plan of a service fails only this
+// service.
 func TestPanicFailsOneService(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	b, err := newBackend(noProxy, Options{})

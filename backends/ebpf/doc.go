@@ -18,5 +18,5 @@
 //	return kpng.Run(ctx, opts, b)
 //
 // Therefore a service that the programs cannot handle still works. docs/operate/ebpf.md
-// describes what the programs handle, and their maps.
+// describes the supported traffic and the maps of the programs.
 package ebpf

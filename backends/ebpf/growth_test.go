@@ -170,8 +170,8 @@ func TestOneServiceCannotFillTheMaps(t *testing.T) {
 	}
 }
 
-// TestLargeServicesLeftCostNothing checks that services that do not fit write nothing when
-// other services free a little space.
+// TestLargeServicesLeftCostNothing checks services that do not fit. They must write
+// nothing when other services free a little space.
 func TestLargeServicesLeftCostNothing(t *testing.T) {
 	k := newFakeKernel(t, 100, 100, 100)
 	tcp := func(s *api.Service) { s.Ports = s.Ports[:1] }

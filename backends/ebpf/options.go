@@ -30,11 +30,11 @@ import (
 // With Stats, the programs count the connections of at most MaxMembers pairs of a frontend
 // and an endpoint. The other sink needs this option, too, so that its numbers are added.
 //
-// The Observer's method Holds is called when Sync or Verify may have changed the maps, with
-// the numbers of "frontends", "endpoints" and "members" in them. The kinds "max_frontends",
+// After Sync or Verify may have changed the maps, the Observer's method Holds gets the
+// numbers of "frontends", "endpoints" and "members" in them. The kinds "max_frontends",
 // "max_endpoints" and "max_members" are the options MaxFrontends, MaxEndpoints and
-// MaxMembers. The kind "services_left" is the number of services with a
-// frontend that did not fit into the maps, or that need more than their share. The other
+// MaxMembers. The kind "services_left" is the number of services that need more than
+// their share of the maps, or have a frontend that did not fit into the maps. The other
 // sink handles these frontends. The method Wrote is not called.
 type Options struct {
 	backends.Options
@@ -54,10 +54,10 @@ type Options struct {
 	// 5.14 or newer is required.
 	HostNetworkOnly bool
 	// ExcludedCgroups are at most 4,096 paths of cgroups below Cgroup, such as
-	// "system.slice/mesh.service". A path has at most 16 elements. The other sink handles
-	// connections and datagrams of processes that are in these cgroups, or in cgroups below
-	// them, when they connect or send. Existing connections stay. A cgroup need not exist
-	// yet: Verify excludes it when it has been made.
+	// "system.slice/mesh.service". A path has at most 16 elements. If a process connects
+	// or sends while it is in one of these cgroups, or in a cgroup below it, the other
+	// sink handles the connection or datagram. Existing connections stay. A cgroup need
+	// not exist yet: Verify excludes it when it has been made.
 	ExcludedCgroups []string
 	// ExcludedPods returns the UIDs of pods whose cgroups are excluded, too. For a static
 	// pod, this is the UID that kubelet uses, not the UID of the mirror pod. Pods without a

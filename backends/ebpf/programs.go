@@ -74,8 +74,8 @@ func (p *programs) netNSFD() int {
 	return int(p.netNS.Fd())
 }
 
-// load makes the maps, or opens those that exist, and loads the programs. It needs CAP_BPF,
-// CAP_NET_ADMIN and CAP_PERFMON.
+// load opens or makes the maps, and loads the programs. It needs CAP_BPF, CAP_NET_ADMIN
+// and CAP_PERFMON.
 func load(ctx context.Context, o *Options) (_ *programs, err error) {
 	if err := checkKernel(); err != nil {
 		return nil, err
@@ -251,7 +251,7 @@ func sortMaps(pinned map[string]*pinnedMap, specs map[string]*ebpf.MapSpec) (ado
 
 // copyMap has a function for each map whose size is an option. It copies elements until the
 // new map is full, and returns their number. Copying is best effort: programs and other
-// processes may change the old map meanwhile, and the first pass writes what is missing.
+// processes may change the old map meanwhile, and the first pass writes missing elements.
 var copyMap = map[string]func(from, to *ebpf.Map) (int, error){
 	"frontends": copyElements[frontendKey, list],
 	"slots":     copyElements[slotKey, address],
@@ -268,9 +268,10 @@ func copyElements[K, V comparable](from, to *ebpf.Map) (int, error) {
 	return n, errors.Join(readErr, err)
 }
 
-// beatPacket is the packet with which the kernel runs the program beat: the shortest frame of
-// Ethernet. Kernels with commit fd18942 (Linux 6.1 and patches of older versions), but
-// without commit 114039b, refuse a packet that has only a header of 14 bytes.
+// beatPacket is the packet with which the kernel runs the program "beat". It is the
+// shortest Ethernet frame. Kernels with commit fd18942 (Linux 6.1 and patches of older
+// versions), but without commit 114039b, refuse a packet that has only a header of 14
+// bytes.
 var beatPacket = make([]byte, 60)
 
 // beat lets the programs translate connections for the time patience.
@@ -336,7 +337,7 @@ func checkOwner(dir *os.File) error {
 	return nil
 }
 
-// restoreDirectory makes the directory of maps and links again, and locks it, if another
+// restoreDirectory makes and locks the directory of maps and links again if another
 // program has deleted it.
 func (p *programs) restoreDirectory(dir string) error {
 	var locked, found unix.Stat_t

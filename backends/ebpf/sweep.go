@@ -28,8 +28,8 @@ const (
 	sweepPauseFactor = 9
 )
 
-// sweeper destroys sockets of one protocol in one network namespace. These are the sockets
-// that the programs have connected to an endpoint, and that must no longer use it.
+// sweeper destroys sockets of one protocol in one network namespace. The programs have
+// connected these sockets to an endpoint that the sockets must no longer use.
 type sweeper struct {
 	// netNS is the file descriptor of the namespace, or 0 for the namespace of the calling
 	// thread.
@@ -174,8 +174,8 @@ func (b *backend) lostUDP(all []connection) (lost []connection, err error) {
 	return lost, nil
 }
 
-// lostTCP returns the connections that must be reset because their service requests it. The
-// programs connected them before the service requested resets.
+// lostTCP returns the connections that must be reset because their service requests
+// resets. The programs connected them before the service requested resets.
 func (b *backend) lostTCP(all []connection) ([]connection, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

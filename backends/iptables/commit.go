@@ -130,10 +130,10 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 	return nil
 }
 
-// maxLines limits the lines of a transaction in flavour nft, unless one chain has more.
-// Therefore changes of other programs need not wait for all rules of a large service. In
-// flavour legacy, each transaction replaces the whole table, so one transaction per table
-// is best.
+// maxLines limits the lines of a transaction in flavour nft, unless one chain has more
+// lines. Therefore changes of other programs need not wait for all rules of a large
+// service. In flavour legacy, each transaction replaces the whole table, so one
+// transaction per table is best.
 const maxLines = 10_000
 
 // restoreInput returns the input for iptables-restore that writes these chains. It is

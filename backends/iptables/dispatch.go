@@ -186,7 +186,7 @@ func (r *renderer) arrange(rests map[string]string) (entries []string, subchains
 	return entries, subchains
 }
 
-// divide adds the subchains of an address. It returns the name of the first one.
+// divide adds the subchains of an address. It returns the name of the first subchain.
 func (r *renderer) divide(address string, matches []string, rests map[string]string, subchains map[string][]string) string {
 	first := r.hashed("A", address)
 	for _, match := range matches {

@@ -105,10 +105,9 @@ func (r *runner) chainUsers(ctx context.Context, id chainID) (n int, err error) 
 }
 
 // checkEntries counts the entries of each table in flavour legacy. It returns a
-// [kernelnode.Difference] if a table has fewer entries than the instance wrote. It also
-// compares the number of entries that a table has lost since the last call with the
-// number of the instance's rules there. If the first number is not smaller, these rules
-// may be lost, and checkEntries compares all rules.
+// [kernelnode.Difference] if a table has fewer entries than the instance wrote. A table
+// may have lost as many entries since the last call as the instance has rules there, or
+// more. Then these rules may be lost, and checkEntries compares all rules.
 func (t *ruleset) checkEntries(ctx context.Context) error {
 	entries := map[string]int{}
 	for _, table := range tables {

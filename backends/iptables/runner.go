@@ -159,12 +159,12 @@ func refuses(err error, match string) bool {
 	return errors.As(err, &failed) && strings.Contains(failed.line, match)
 }
 
-// lacksPrivileges matches what the programs print if the process lacks capabilities.
+// lacksPrivileges matches the messages of the programs if the process lacks capabilities.
 var lacksPrivileges = regexp.MustCompile(`you must be root|Operation not permitted|Can't open socket to ipset`)
 
 var lineNumber = regexp.MustCompile(`line:? (\d+)`)
 
-// command runs a program and returns what it prints.
+// command runs a program and returns its output.
 func (r *runner) command(ctx context.Context, input, program string, args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	cmd := exec.CommandContext(ctx, program, args...)

@@ -25,8 +25,8 @@ type frontendState struct {
 	wanted
 	protocol api.Protocol
 	elements []element
-	// exists is true if there is a virtual server, or if one is planned. planned is true if
-	// this is a plan.
+	// exists is true if there is a virtual server, or if one is planned. The field
+	// planned is true if this is a plan.
 	exists, planned bool
 	// others are the destinations in the kernel that are not in wanted.endpoints. Apply
 	// keeps those that get no new connections, until removeIdle finds that their

@@ -54,7 +54,7 @@ type dataplane struct {
 	departing map[netip.Addr]map[serverID]bool
 	kept      map[netip.Addr]bool
 	// compared is the generation of nf_tables in which the table was equal to the records, or
-	// 0. checked is the generation in which checkLoss found the table.
+	// 0. The field checked is the generation in which checkLoss found the table.
 	compared, checked uint32
 	// serverLost is true if checkLoss has found that a virtual server does not exist.
 	serverLost bool

@@ -68,8 +68,8 @@ type Options struct {
 	// checks of health-check node ports.
 	HealthzPort uint16
 
-	// StrictARP adds two kernel settings to those to which Sysctls applies. With these two
-	// settings, the node does not answer ARP requests for addresses of services.
+	// StrictARP makes Sysctls apply to two more kernel settings. With these two settings,
+	// the node does not answer ARP requests for addresses of services.
 	StrictARP bool
 
 	// Drain limits how long Cleanup waits for connections. If Drain is not 0, another

@@ -61,8 +61,8 @@ func (p *planner) firstNodePortAddr(family api.Family) (netip.Addr, bool) {
 // plan has the kernel objects that a service needs.
 type plan struct {
 	frontends []frontendPlan
-	// elements are elements that belong to no frontend, sorted: those of the set hairpins, and
-	// health checks.
+	// elements are the elements that belong to no frontend: hairpins and health checks.
+	// They are sorted.
 	elements []element
 }
 

@@ -55,8 +55,8 @@ type rest struct {
 	begun, open bool
 	// passing is true during a pass of the backend ipvs.
 	passing bool
-	// services are the services that the table may have. During a pass, they are those that
-	// the pass has delivered.
+	// services are the services that the table may have. During a pass, they are the
+	// services that the pass has delivered.
 	services map[types.NamespacedName]bool
 	// stuck are the services that the table has because IPVS has failed to take them.
 	stuck map[types.NamespacedName]*api.View

@@ -237,8 +237,8 @@ func TestOptionsReachTable(t *testing.T) {
 	}
 }
 
-// TestServersStayUntilTheirConnectionsEnd deletes a service in one case, and moves it to
-// the table in another.
+// TestServersStayUntilTheirConnectionsEnd deletes a service in one case. In the other
+// case, it moves the service to the table.
 func TestServersStayUntilTheirConnectionsEnd(t *testing.T) {
 	plain := view([]string{"10.1.0.1"}, nil)
 	for name, test := range map[string]struct {

@@ -106,7 +106,7 @@ func (d *dataplane) release(addr netip.Addr) error {
 // interface or its routes. A reload of a firewall or of the network may do that. If another
 // program has deleted virtual servers, checkLoss requests a comparison, and then a pass.
 // checkLoss reads only one virtual server and one route, so it does not find the loss of
-// others.
+// other objects.
 func (d *dataplane) checkLoss(ctx context.Context) error {
 	generation, err := d.table.conn.Generation(ctx)
 	if err != nil {

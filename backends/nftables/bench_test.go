@@ -174,7 +174,7 @@ func BenchmarkAffinity(b *testing.B) {
 }
 
 // BenchmarkIdleVerify measures a Verify when no other program has changed any table since
-// the last one. kpng calls Verify once a second.
+// the last Verify. kpng calls Verify once a second.
 func BenchmarkIdleVerify(b *testing.B) {
 	be, _ := start(b, Options{})
 	mustSync(b, be, splitPass(manyServices(10_000, 10))...)

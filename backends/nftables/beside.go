@@ -15,8 +15,8 @@ import (
 )
 
 // A large table takes long to read. So passes and comparisons read it while Syncs write:
-// they use a connection of their own, and do not hold the lock that a Sync needs. A journal
-// records what Syncs write meanwhile.
+// they use a connection of their own, and do not hold the lock that a Sync needs. A
+// journal records the changes of Syncs meanwhile.
 
 // reader is the connection for reads beside Syncs. All of them use one connection, which stays
 // open, see [netfilter.Conn.Close].

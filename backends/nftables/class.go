@@ -220,7 +220,7 @@ const maxChoices = 8
 // rule returns a rule that chooses one of the first n slots. This rule does nothing if the
 // list does not have the chosen slot. A list has more than half of the slots that its
 // class allows. So after maxChoices rules, the last rule chooses one of the slots in the
-// first half, which exist. The last rule is needed for less than one connection of 256.
+// first half, which exist. The last rule is needed for fewer than one in 256 connections.
 func (c class) choose(rule func(n uint32) nft.Rule) (rules []nft.Rule) {
 	choices := maxChoices
 	if c.size < 2 {

@@ -76,9 +76,9 @@ func spoofed(i int) netip.Addr {
 	return netip.AddrFrom4([4]byte{198, 18 + byte(i>>16), byte(i >> 8), byte(i)})
 }
 
-// TestClientsEndWithTheirService floods a service with session affinity with clients, and
-// then deletes it. The clients take only groups of the service, and Verify deletes them. The
-// client of another service stays.
+// TestClientsEndWithTheirService sends many clients to a service with session affinity,
+// and then deletes the service. The clients take only groups of the service, and Verify
+// deletes them. The client of another service stays.
 func TestClientsEndWithTheirService(t *testing.T) {
 	const n = 3_000
 	w := newPacketWorld(t)

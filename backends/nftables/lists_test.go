@@ -319,7 +319,7 @@ func TestArrangeRepairsRepeatedEndpoints(t *testing.T) {
 }
 
 // TestAReturningEndpointGetsAnotherNumber removes an endpoint of a list with session affinity
-// and adds it again, in one process and in two.
+// and adds it again. A restart must not change the numbers.
 func TestAReturningEndpointGetsAnotherNumber(t *testing.T) {
 	sticky := func(endpoints ...string) *api.View {
 		return view("web", []string{"10.96.0.1"}, endpoints, affine)

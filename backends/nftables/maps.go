@@ -79,9 +79,9 @@ type mapID struct {
 	family api.Family
 }
 
-// allMaps returns every map and set of the table, except the maps of clients. Packets add
-// and remove the elements of those. A pass removes stale elements in the order of the
-// result, so it removes frontends before their lists, and lists before their endpoints.
+// allMaps returns every map and set of the table, except the maps of clients, which
+// packets change. A pass removes stale elements in the order of the result, so it removes
+// frontends before their lists, and lists before their endpoints.
 func allMaps() []mapID {
 	var all []mapID
 	for kind := range kindClasses + 1 {
@@ -208,8 +208,8 @@ func (m mapID) newDescription() description {
 	return description{nft.NewSet(fmt.Sprintf("%s%d", name, m.family), 0, key, data), key, data}
 }
 
-// sharedID identifies an element of a shared map. It is smaller than an elementID, because
-// there may be hundreds of thousands: one for each endpoint of this node.
+// sharedID identifies an element of a shared map. It is smaller than an elementID,
+// because there may be hundreds of thousands of IDs: one for each endpoint of this node.
 type sharedID struct {
 	m   mapID
 	key [sharedKey]byte

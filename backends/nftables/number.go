@@ -86,7 +86,7 @@ func rangeOf(numbered bool) *numberRange {
 	return &plainLists
 }
 
-// use is a set of bits that say what uses a number.
+// use is a set of bits. Each bit is a reason why a number is in use.
 type use uint8
 
 const (

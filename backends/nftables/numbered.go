@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// In a list with numbers, a slot has the number of an endpoint, and an endpoint may have
-// several slots: according to its weight, or to the entries of the table of stable hashing.
+// In a list with numbers, a slot has the number of an endpoint. An endpoint may have
+// several slots, according to its weight or to the table of stable hashing.
 
 // maxHashSlots limits the slots of all lists with stable hashing. A service may use a
 // quarter of the slots that other services leave free.

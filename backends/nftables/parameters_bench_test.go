@@ -19,8 +19,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// BenchmarkParameters compares services with traffic parameters to services without them, in
-// one run: the time of a connection, and of a Sync that removes or adds one endpoint.
+// BenchmarkParameters compares services with traffic parameters to services without them,
+// in one run. It measures a connection, and a Sync that removes or adds one endpoint.
 func BenchmarkParameters(b *testing.B) {
 	const endpoints = 100
 	nodeAddr := netip.MustParseAddr("10.0.0.1")

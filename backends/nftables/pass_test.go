@@ -430,8 +430,8 @@ func TestDriftOfALargeTable(t *testing.T) {
 						b.table.maxDumped, b.table.ahead = 3, nil
 						mustSync(t, b, batch(true, false, services[:1]...), batch(false, true, services[1:]...))
 					}
-					// The first pass reads the elements of lists. A second one is needed if other elements
-					// are left.
+					// The first pass reads the elements of lists. A second pass is needed
+					// if other elements are left.
 					for repairs := 0; ; repairs++ {
 						err := verifyAll(t, b)
 						if err == nil && (repairs > 0 || restart) {

@@ -61,8 +61,8 @@ func countWritten(b *backend) (written, largest *int) {
 	return written, largest
 }
 
-// TestSourceRangesAreWrittenOnce checks how many elements source ranges need, and how much
-// is written when something changes.
+// TestSourceRangesAreWrittenOnce checks the number of elements for source ranges, and the
+// size of the transactions after changes.
 func TestSourceRangesAreWrittenOnce(t *testing.T) {
 	b, _ := start(t, Options{})
 	written, _ := countWritten(b)

@@ -76,9 +76,9 @@ type table struct {
 	drift     drift
 	leftovers kernelnode.Leftovers
 	now       func() time.Time
-	// beside starts a goroutine that ends when the backend stops.
+	// The function beside starts a goroutine that ends when the backend stops.
 	beside func(func(context.Context))
-	// unlocked calls a function without the lock of the table.
+	// The function unlocked calls another function without the lock of the table.
 	unlocked func(func())
 }
 

@@ -102,8 +102,8 @@ func shares(chosen map[netip.AddrPort]netip.AddrPort) map[string]float64 {
 	return all
 }
 
-// manyConnections returns a number of connections that is large enough for shares close to
-// the expected ones.
+// manyConnections returns a number of connections that is large enough for shares close
+// to the expected shares.
 func manyConnections() int {
 	if slowMachine() {
 		return 4000

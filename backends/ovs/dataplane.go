@@ -308,11 +308,11 @@ func (d *dataplane) listGroups(ctx context.Context, flows []openflow.Flow) (map[
 }
 
 // maxBundle limits the messages of a bundle, because the switch handles no other requests
-// while it executes one.
+// while it executes a bundle.
 const maxBundle = 4096
 
 // Apply implements [reconcile.Dataplane]. It needs several bundles only for more than
-// maxBundle messages. It waits until the datapath follows the last one.
+// maxBundle messages. It waits until the datapath follows the last bundle.
 func (d *dataplane) Apply(ctx context.Context, ops []op) error {
 	stale := d.collectStale(ops)
 	before, err := d.countsBefore(ctx, ops)

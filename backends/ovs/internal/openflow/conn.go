@@ -170,8 +170,8 @@ func (c *Conn) noteChanges(b []byte) {
 // Lost returns a channel that is closed when the connection is lost.
 func (c *Conn) Lost() <-chan struct{} { return c.ended }
 
-// Changed returns a channel that gets a value after another connection has changed flows
-// in tables that [Conn.Watch] has named.
+// Changed returns a channel. It gets a value after another connection has changed flows
+// in the tables of [Conn.Watch].
 func (c *Conn) Changed() <-chan struct{} { return c.changed }
 
 func appendMessage(b []byte, kind byte, id uint32, body []byte) []byte {

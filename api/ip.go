@@ -67,7 +67,7 @@ func (f *Family) UnmarshalText(text []byte) error {
 // empty set. An IPSet is a value like a netip.Addr: copies are independent and cheap, and
 // == compares the addresses and their order.
 type IPSet struct {
-	// For each address, packed has the number of its bytes, 4 or 16, and then the bytes.
+	// packed has, for each address, the number of its bytes, 4 or 16, and then the bytes.
 	// A service has several sets, most of them empty, so a small size matters.
 	packed string
 }

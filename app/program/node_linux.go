@@ -158,8 +158,8 @@ func (f *nodeFlags) podsCheck() []command.Finding {
 func (f *nodeFlags) init(ctx context.Context) error { return f.applySysctls(ctx) }
 
 // applySysctls applies the kernel settings that all backends need, and the settings in
-// more. It returns an error if settings remain wrong. First, it makes the kernel load
-// connection tracking, because some of the settings exist only then.
+// the argument more. It returns an error if settings remain wrong. First, it makes the
+// kernel load connection tracking, because some of the settings exist only then.
 func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) error {
 	mode := f.sysctlMode()
 	if mode == backends.IgnoreSysctls {

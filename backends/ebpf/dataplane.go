@@ -31,7 +31,8 @@ type dataplane struct {
 	slots     table[slotKey, address]
 	members   table[memberKey, uint32]
 	clientTables
-	// capacity is the size of the maps, and used has the numbers of their elements.
+	// capacity is the size of the maps, and the field used has the numbers of their
+	// elements.
 	capacity, used size
 	reconciler     reconcile.Reconciler
 	// drifted is called with true if another program has added elements.

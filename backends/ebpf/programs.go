@@ -220,9 +220,10 @@ func closeMaps(all map[string]*pinnedMap) {
 // it makes larger or smaller maps with the same elements. For the maps of foreign, it
 // makes empty maps, because the pinned map is missing or has another layout.
 //
-// If a map is foreign, the map heartbeat is too. Then the programs leave all connections to
-// the other sink until the first pass has ended. Otherwise, while programs of both versions
-// are attached, a program of one version would not find the records of the other version.
+// If a map is foreign, the map "heartbeat" is foreign, too. Then the programs leave all
+// connections to the other sink until the first pass has ended. Otherwise, while programs
+// of both versions are attached, a program of one version would not find the records of
+// the other version.
 func sortMaps(pinned map[string]*pinnedMap, specs map[string]*ebpf.MapSpec) (adopted map[string]*ebpf.Map, resized, foreign []string) {
 	adopted = map[string]*ebpf.Map{}
 	for name, spec := range specs {

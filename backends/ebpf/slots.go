@@ -35,7 +35,7 @@ func slotsOf(targets []nodeview.Target) slots {
 	}
 	s.others = slices.Clone(s.endpoints)
 	// rest[i] is the share of endpoint i that no slot has yet. The share of a slot is
-	// total, so the n endpoints together have the share n times total.
+	// "total", so the n endpoints together have n times this share.
 	rest, total := make([]uint64, len(targets)), uint64(0)
 	for i, t := range targets {
 		rest[i] = weight(t) * uint64(len(targets))

@@ -28,9 +28,9 @@ type service struct {
 // also have many rules, because each port may need its own list of all endpoints.
 const largeService = 2_000
 
-// bySize divides list into the large services, sorted by size, and the other services, in
-// the order of list. The size of a service is the number of its new rules or of its rules
-// in the kernel, whichever is larger.
+// bySize divides the argument list into the large services, sorted by size, and the other
+// services, in the order of the list. The size of a service is the number of its new
+// rules or of its rules in the kernel, whichever is larger.
 func (t *ruleset) bySize(list []service) (others, large []service) {
 	size := func(s service) int {
 		if last := t.records[s.key]; last != nil {
@@ -49,7 +49,8 @@ func (t *ruleset) bySize(list []service) (others, large []service) {
 	return others, large
 }
 
-// render renders changed services, and adds to failed those whose rendering panics.
+// render renders changed services. If the rendering of a service panics, render adds the
+// service to the argument failed.
 func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (list []service) {
 	for c := range changes {
 		failed.Do(c.Key, func() error {
@@ -92,8 +93,8 @@ func (t *ruleset) takeElements(key types.NamespacedName, view *api.View) {
 func (t *ruleset) holding() bool { return t.delivered != nil }
 
 // apply programs services. If the kernel refuses the rules of some services, apply finds
-// these services, keeps their old rules and adds the services to failed. It returns an
-// error if the cause is not in the rules of a service.
+// these services, keeps their old rules and adds the services to the argument failed. It
+// returns an error if the cause is not in the rules of a service.
 func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed) error {
 	if t.beginErr != nil {
 		for _, s := range list {

@@ -93,7 +93,8 @@ type ruleset struct {
 	edited bool
 	// verified is a generation of nf_tables in which the rules in the kernel are known, or
 	// 0. Another generation means that another program may have changed them. The field
-	// verifiedAt is the number of the backend's transactions when verified was set.
+	// verifiedAt is the number of the backend's transactions when the field verified was
+	// set.
 	verified, verifiedAt uint32
 	// checked is the generation of nf_tables at the last checkChains that found no loss.
 	checked uint32

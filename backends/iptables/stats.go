@@ -152,7 +152,8 @@ func (r *runner) readTable(ctx context.Context, chains map[string]counted) (map[
 	}
 }
 
-// hasLess reports whether a counter in counts is less than the same counter in last.
+// hasLess reports whether a counter in the map counts is less than the same counter in
+// the map last.
 func hasLess(counts, last map[string]uint64) bool {
 	for chain, n := range last {
 		if is, ok := counts[chain]; ok && is < n {

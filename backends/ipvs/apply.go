@@ -407,7 +407,7 @@ func (d *dataplane) tryServer(f *setFrontend) error {
 	return nil
 }
 
-// without returns the elements of list that are not in other.
+// without returns the elements of list that are not in the list other.
 func without(list, other []element) (rest []element) {
 	for _, e := range list {
 		if !slices.Contains(other, e) {

@@ -308,7 +308,7 @@ func (d *dataplane) awaits(e element) (serverID, bool) {
 }
 
 // record adds the recorded elements to their frontends, and records the frontends. It
-// also records the frontends in kept for which the kernel has no objects.
+// also records those frontends of the argument kept that have no objects in the kernel.
 func (d *dataplane) record(all, kept map[serverID]*frontendState) {
 	for e := range d.elements {
 		if e.set.kind.describesFrontend() {

@@ -178,10 +178,10 @@ func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source,
 	return failed.Err()
 }
 
-// lost divides removed into two lists: services that lose an address and port to another
-// service of c, and all other services. The first result also has the stuck services that
-// lose an address and port. The table removes these services before the other service
-// gets the address and port.
+// lost divides the argument removed into two lists: services that lose an address and
+// port to another service of c, and all other services. The first result also has the
+// stuck services that lose an address and port. The table removes these services before
+// the other service gets the address and port.
 func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink.Change) {
 	if len(removed)+len(r.stuck) == 0 {
 		return nil, nil
@@ -224,8 +224,8 @@ func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink
 	return lost, others
 }
 
-// set programs changes of services that IPVS cannot serve. It adds the services that fail to
-// failed.
+// set programs changes of services that IPVS cannot serve. It adds failing services to
+// the argument failed.
 func (r *rest) set(ctx context.Context, c *sink.Changes, changes []sink.Change, addrs nodeaddr.Source, failed sink.Failed) error {
 	for _, ch := range changes {
 		if ch.New != nil {
@@ -264,8 +264,9 @@ func (r *rest) set(ctx context.Context, c *sink.Changes, changes []sink.Change, 
 	return nil
 }
 
-// remove removes services that are now in IPVS or deleted, except those in failed. It ends the
-// pass of the table, and deletes the table if no service needs it.
+// remove removes services that are now in IPVS or deleted, except the services in the
+// argument failed. It ends the pass of the table, and deletes the table if no service
+// needs it.
 func (r *rest) remove(ctx context.Context, c *sink.Changes, changes []sink.Change, failed sink.Failed) error {
 	part := *c
 	part.First, part.NodeChanged = false, false
@@ -323,8 +324,8 @@ func except(changes iter.Seq[sink.Change], failed sink.Failed) iter.Seq[sink.Cha
 	}
 }
 
-// failing returns the field Failing for a dataplane that does not get the services in
-// failed.
+// failing returns the field Failing for a dataplane that does not get the services in the
+// argument failed.
 func failing(c *sink.Changes, failed sink.Failed) []types.NamespacedName {
 	if !c.Last || len(failed) == 0 {
 		return c.Failing

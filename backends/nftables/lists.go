@@ -47,8 +47,8 @@ type list struct {
 	// slots has a record for each endpoint, in the order of the slots. Because there may be
 	// a million endpoints, records are in one string.
 	slots string
-	// If endpoints have several slots, table has two octets for each slot: the number of
-	// the slot's endpoint, see arrangeSlots. Otherwise table is empty.
+	// If endpoints have several slots, the field table has two octets for each slot: the
+	// number of the slot's endpoint, see arrangeSlots. Otherwise, the field is empty.
 	table string
 }
 

@@ -122,8 +122,8 @@ type part struct {
 	ops      []*op
 }
 
-// parts returns the parts of p that change something. It adds to failed the services of
-// parts that cannot be programmed.
+// parts returns the parts of p that change something. If a part cannot be programmed, it
+// adds the part's services to the argument failed.
 func (p *patch) parts(failed *sink.Failed) []part {
 	excluded := map[int]bool{}
 	for i, err := range p.errors {

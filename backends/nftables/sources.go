@@ -57,8 +57,8 @@ func (ps *pass) findSources(l *sourcelists.Lists) {
 	}
 }
 
-// writeLists writes lists that no frontend uses yet, with a part for each chunk. It adds
-// to failed the services whose lists the kernel refuses.
+// writeLists writes lists that no frontend uses yet, with a part for each chunk. If the
+// kernel refuses a list, it adds the list's service to the argument failed.
 func (t *table) writeLists(ctx context.Context, failed *sink.Failed) error {
 	return t.sources.Fresh(maxOps, func(chunks []sourcelists.Chunk) (written []bool, err error) {
 		var parts []part

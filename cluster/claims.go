@@ -89,17 +89,14 @@ func (p packed) claim() claim {
 	return c
 }
 
-// compareIP and compareFrontend order claims like compareClaims. The search in a tree
-// spends its time in these functions. Unlike cmp.Or, they stop at the first difference.
+// compareIP and compareFrontend put equal claims together. The search in a tree spends its
+// time in these functions. Unlike cmp.Or, they stop at the first difference. Most addresses
+// differ in the lower half, so they compare it first.
 func (p *packed) compareIP(o *packed) int {
-	switch {
-	case p.low != o.low && p.version == o.version && p.high == o.high: // true for most IPv4 addresses
+	if p.low != o.low {
 		return cmp.Compare(p.low, o.low)
-	case p.version != o.version:
-		return cmp.Compare(p.version, o.version)
-	default:
-		return cmp.Compare(p.high, o.high)
 	}
+	return cmp.Compare(p.high, o.high)
 }
 
 func (p *packed) compareFrontend(o *packed) int {

@@ -747,6 +747,25 @@ func TestWaitErrorsNameTheSinkAndTheServices(t *testing.T) {
 		w.src.Set(view(dns))
 		expect(wait(applied), "sink nft: wait for revision 3: context deadline exceeded "+
 			"(1 failures in a row, the last: dataplane is busy; service default/web: dataplane is busy; service default/dns is not acknowledged)")
+		time.Sleep(2 * time.Hour)
+		w.waitApplied()
+		next := func(ctx context.Context) error { return w.driver.WaitApplied(ctx, w.src.Revision()+1) }
+		expect(wait(next), "sink nft: wait for revision 4: context deadline exceeded")
+
+		w.script.Add(sinkscript.FailServices(errBusy, names(8)...), sinkscript.FailServices(errBusy, key("g")), sinkscript.Fail(errors.New("unknown zone")))
+		var views []*api.View
+		for _, name := range names(8) {
+			views = append(views, view(name))
+		}
+		w.src.Set(views...)
+		synctest.Wait()
+		w.src.Set(view(key("g"), 2))
+		synctest.Wait()
+		w.src.SetNode(&api.Node{Name: "bad"})
+		expect(wait(applied), "sink nft: wait for revision 13: context deadline exceeded ("+
+			"1 failures in a row, the last: unknown zone; the sink refuses the Node: unknown zone; service default/g: dataplane is busy; "+
+			"service default/a: dataplane is busy; service default/b: dataplane is busy; service default/c: dataplane is busy; "+
+			"service default/d: dataplane is busy; 3 more services)")
 	})
 }
 

@@ -37,27 +37,25 @@ func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
 // function reached returns true. It calls reached with mu held.
 func (d *Driver) waitUntil(ctx context.Context, what string, reached func() bool) error {
 	d.mu.Lock()
+	defer d.mu.Unlock()
 	passes := d.passes
+	var ended error // the cause of ctx
 	for d.status.Passes < passes || !reached() {
+		if err := cmp.Or(d.end, ended); err != nil {
+			return fmt.Errorf("%s: wait for %s: %w%s", d.label(), what, err, d.obstacles())
+		}
 		if d.moved == nil {
 			d.moved = make(chan struct{})
 		}
-		moved, err := d.moved, d.end
+		moved := d.moved
 		d.mu.Unlock()
-		if err == nil {
-			select {
-			case <-moved:
-			case <-ctx.Done():
-				err = context.Cause(ctx)
-			}
+		select {
+		case <-moved:
+		case <-ctx.Done():
+			ended = context.Cause(ctx)
 		}
 		d.mu.Lock()
-		if err != nil && (d.status.Passes < passes || !reached()) {
-			defer d.mu.Unlock()
-			return fmt.Errorf("%s: wait for %s: %w%s", d.label(), what, err, d.obstacles())
-		}
 	}
-	d.mu.Unlock()
 	return nil
 }
 
@@ -106,16 +104,15 @@ func (d *Driver) obstacles() string {
 	services := slices.SortedFunc(maps.Values(d.pending.byKey), func(a, b *unacked) int {
 		return cmp.Or(cmp.Compare(b.failures, a.failures), ordering.Keys(a.key, b.key))
 	})
-	for i, s := range services {
-		switch {
-		case i == maxNamed:
-			add("%d more services", len(services)-i)
-		case i > maxNamed:
-		case s.err != nil:
+	for _, s := range services[:min(len(services), maxNamed)] {
+		if s.err != nil {
 			add("service %s: %v", s.key, s.err)
-		default:
+		} else {
 			add("service %s is not acknowledged", s.key)
 		}
+	}
+	if more := len(services) - maxNamed; more > 0 {
+		add("%d more services", more)
 	}
 	if d.pass != nil {
 		add("a pass has delivered %d services", d.pass.count)

@@ -74,8 +74,8 @@ func (s *State) wanted(key types.NamespacedName) api.ServiceState {
 	return s.state(key)
 }
 
-// wantedServices yields all services that the source has. For a refused service, it yields
-// any version.
+// wantedServices yields all services that the source has. For a refused service, it may
+// yield both versions.
 func (s *State) wantedServices() iter.Seq[*api.Service] {
 	return func(yield func(*api.Service) bool) {
 		for service := range s.services() {
@@ -83,8 +83,8 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 				return
 			}
 		}
-		for key, want := range s.refused.wanted {
-			if s.state(key).Service == nil && !yield(want.Service) {
+		for _, want := range s.refused.wanted {
+			if !yield(want.Service) {
 				return
 			}
 		}

@@ -3,6 +3,7 @@
 package cluster_test
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -443,6 +444,24 @@ func TestAStaleStateIsAChange(t *testing.T) {
 		default:
 			t.Error("readers are not woken")
 		}
+	}
+}
+
+// The last error of the source does not wake readers.
+func TestSourceErrorIsNoChange(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	if err := state.SourceError(); err != nil {
+		t.Errorf("a new state has the error %v", err)
+	}
+	before := state.Snapshot()
+	for _, err := range []error{errors.New("connection refused"), errors.New("timeout"), nil} {
+		state.SetSourceError(err)
+		if got := state.SourceError(); got != err {
+			t.Errorf("got %v, want %v", got, err)
+		}
+	}
+	if state.Snapshot() != before {
+		t.Error("the snapshot has changed")
 	}
 }
 

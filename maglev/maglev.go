@@ -2,12 +2,14 @@
 
 // Package maglev assigns connections to endpoints by stable hashing. It implements the
 // lookup table of Eisenbud et al., "Maglev: A Fast and Reliable Software Network Load
-// Balancer" (NSDI 2016), section 3.4, with weights, and with fewer entries for few endpoints.
+// Balancer" (NSDI 2016), section 3.4, but supports weights, and uses fewer entries if there
+// are few endpoints.
 //
 // All processes that build a table from the same endpoints get the same table, whatever the
 // order of the endpoints. When one of n endpoints is added or removed, at most 1/n + 1 % of
-// the entries of the others change, also if the size of the table changes. A table needs no
-// other package of kpng, so any proxy can use it, also as the content of a map of the kernel:
+// the other endpoints' entries change. This holds even if the size of the table changes. This
+// package uses no other package of kpng. Any proxy can use a table, for example as the
+// content of a map in the kernel:
 //
 //	table := maglev.Table(endpoints)
 //	…
@@ -16,8 +18,8 @@
 //
 // The choice is the same on all nodes that have the same endpoints and weights. A proxy may
 // use another hash of 32 bits that is the same on all nodes. It must choose the entry by the
-// upper bits of the hash as above, because an entry of a small table stands for adjacent
-// entries of a large one. In nftables, the expression jhash does that.
+// upper bits of the hash as above, because an entry of a small table corresponds to adjacent
+// entries of a large table. In nftables, the expression jhash uses the upper bits.
 package maglev
 
 import (
@@ -25,14 +27,14 @@ import (
 	"slices"
 )
 
-// The sizes of tables, except that the table of a single endpoint has one entry.
+// The sizes of tables. The table of a single endpoint is an exception: it has one entry.
 const (
 	smallBits, largeBits = 11, 16
 	smallSize, largeSize = 1 << smallBits, 1 << largeBits
 )
 
-// A table with up to maxSmall endpoints is small. From minFree endpoints on, the order in
-// which endpoints prefer the entries of a large table has nothing in common with a small one.
+// A table with up to maxSmall endpoints is small. A table with minFree or more endpoints has
+// nothing in common with a small table: endpoints prefer its entries in an unrelated order.
 const maxSmall, minFree = 16, 128
 
 // maxEndpoints is the maximum number of endpoints in a table, because an entry has 16 bits.
@@ -56,10 +58,10 @@ type Endpoint struct {
 //	2 to 16       2,048
 //	more         65,536
 //
-// So an endpoint of n with equal weights has 1/n of the entries, and at most one entry more
+// If n endpoints have equal weights, each has 1/n of the entries, and at most one entry more
 // or less. The result is nil if no endpoint has a weight. Table ignores endpoints from index
-// 65,536 on. If an endpoint has much less weight than all endpoints together have on average
-// for one entry, it may have no entry.
+// 65,536 on. An endpoint may have no entry if its weight is much less than the average
+// weight per entry, which is the sum of all weights divided by the number of entries.
 //
 // Table takes 0.1 ms for 10 endpoints, 4 ms for 100, and 10 ms for 10,000.
 func Table(endpoints []Endpoint) []uint16 {
@@ -109,10 +111,11 @@ func Table(endpoints []Endpoint) []uint16 {
 	return table
 }
 
-// blocksShare returns the share of entries that each of n endpoints takes block by block. A
-// block of a large table has the entries of one entry of a small table. So a large table of
-// few endpoints is like a small table, and few clients move when the size changes. With each
-// additional endpoint, the share shrinks by at most half the share of an endpoint.
+// blocksShare returns the share of its entries that an endpoint takes block by block, in a
+// table with n endpoints. A block of a large table has the entries of one entry of a small
+// table. Therefore a large table of few endpoints is similar to a small table, and few
+// clients move when the size changes. With each additional endpoint, the share shrinks by at
+// most half the share of an endpoint.
 func blocksShare(n int) (inBlocks, all uint64) {
 	const unit = 1 << 20
 	for i := maxSmall; i < minFree; i++ {
@@ -131,12 +134,12 @@ type turns struct {
 	hash        uint64
 	weight      uint64
 	count       uint64 // number of entries that the endpoint has
-	inBlocks    uint64 // number of entries that it takes block by block
-	// blocks is the order in which the endpoint prefers the blocks of a table, and free that
-	// in which it then prefers single entries.
+	inBlocks    uint64 // number of entries that the endpoint takes block by block
+	// blocks is the order in which the endpoint prefers the blocks of a table, and free is
+	// the order in which it later prefers single entries.
 	blocks, free permutation
-	tried        uint64 // number of entries that it has tried block by block
-	block        uint64 // the block of the last of them
+	tried        uint64 // number of entries that the endpoint has tried block by block
+	block        uint64 // the block of the last such entry
 }
 
 func newTurns(index int, e *Endpoint) *turns {
@@ -151,8 +154,8 @@ func newTurns(index int, e *Endpoint) *turns {
 	}
 }
 
-// next returns the next entry that the endpoint prefers in a table of a size, which is a
-// power of two.
+// next returns the next entry that the endpoint prefers in a table of this size. The size
+// is a power of two.
 func (t *turns) next(size uint64) uint64 {
 	if t.count >= t.inBlocks {
 		return t.free.next(largeBits)
@@ -166,10 +169,11 @@ func (t *turns) next(size uint64) uint64 {
 	return t.block*perBlock + (mix(t.hash+t.block)+within)&(perBlock-1)
 }
 
-// permutation is an order of the numbers of some bits. In the paper, each number is a step
-// away from the one before, and the step is one of many, because the size is a prime. With a
-// power of two, some endpoints would have equal or related steps, and a change of one of them
-// would move many entries of the other. So each step is mixed here by one-to-one functions.
+// permutation is an order of all numbers with a given number of bits. In the paper, the
+// distance between consecutive numbers is a constant of the endpoint. There are many possible
+// distances, because the size is a prime. With a power of two, some endpoints would have
+// equal or related distances. A change of one such endpoint would move many entries of the
+// other. So one-to-one functions mix the numbers here.
 type permutation struct{ position, factors uint64 }
 
 func (p *permutation) next(bits int) uint64 {
@@ -181,12 +185,12 @@ func (p *permutation) next(bits int) uint64 {
 	return n ^ n>>(bits/2)
 }
 
-// queue is a heap of endpoints. The first one takes the next entry: it has the fewest
-// entries after that, relative to its weight. So endpoints of equal weight take turns, as in
-// the paper.
+// queue is a heap of endpoints. The first endpoint takes the next entry, because it will
+// then have the fewest entries relative to its weight. So endpoints of equal weight take
+// turns, as in the paper.
 type queue []*turns
 
-// sink moves the first endpoint to its place.
+// sink moves the first endpoint down to its place in the heap.
 func (q queue) sink() {
 	for i := 0; ; {
 		child := 2*i + 1

@@ -68,8 +68,8 @@ func TestSharesFollowWeights(t *testing.T) {
 }
 
 // Each of 100 endpoints gets 1,000 of 100,000 connections on average. Any independent
-// choice, also random balancing, has a standard deviation of 3.2 % then. So the test limits
-// the standard deviation to 5 %.
+// choice, such as random balancing, then has a standard deviation of 3.2 %. So the test
+// limits the standard deviation to 5 %.
 func TestConnectionsSpreadEvenly(t *testing.T) {
 	const n, connections = 100, 100_000
 	table := maglev.Table(endpoints(n, 100))
@@ -91,8 +91,8 @@ func TestConnectionsSpreadEvenly(t *testing.T) {
 }
 
 // TestChangesMoveFewEntries adds endpoints in a random order, and compares each table with the
-// one before. Because a table depends on its endpoints alone, a removal is the same change in
-// the other direction.
+// previous table. A table depends only on its endpoints, so a removal is the reverse of an
+// addition.
 func TestChangesMoveFewEntries(t *testing.T) {
 	for name, test := range map[string]struct {
 		endpoints int
@@ -135,8 +135,8 @@ func TestChangesMoveFewEntries(t *testing.T) {
 	}
 }
 
-// TestKeysAreNotUnlucky replaces the keys of endpoints by random ones, 1,000 times. No
-// keys may prefer entries in a similar order, because then many entries move.
+// TestKeysAreNotUnlucky replaces the keys of endpoints by random ones, 1,000 times. Two
+// keys must never prefer entries in a similar order, because otherwise many entries move.
 func TestKeysAreNotUnlucky(t *testing.T) {
 	const n = 12
 	random := rand.New(rand.NewPCG(1, 2))
@@ -154,16 +154,16 @@ func TestKeysAreNotUnlucky(t *testing.T) {
 				}
 			}
 		}
-		// Such tables move less than the 1/(n+1) + 1 % of larger ones.
+		// In such tables, fewer entries move than the 1/(n+1) + 1 % of larger tables.
 		if moved > others/(n+1) {
 			t.Errorf("%d of %d entries of others move with the keys %v", moved, others, all)
 		}
 	}
 }
 
-// Two processes must choose equally, so the table must depend neither on the order of the
-// endpoints nor on anything random. The golden hash also finds a change between versions:
-// nodes with different versions would choose differently.
+// Two processes must choose equally, so neither the order of the endpoints nor randomness
+// may affect the table. The golden hash also finds a change between versions: nodes with
+// different versions would choose differently.
 func TestTablesDependOnEndpointsAlone(t *testing.T) {
 	all := endpoints(50, 7)
 	all[3].Weight, all[20].Weight = 0, 65535

@@ -9,8 +9,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// freshness is the last time when everything that a sink should have was programmed. While
-// nothing waits and nothing fails, this time is now, so it does not age on a quiet cluster.
+// freshness is the last time when a sink had programmed everything. While no service waits
+// and none fails, this is the present time, so that it does not age on a quiet cluster.
 type freshness struct {
 	mu      sync.Mutex
 	last    time.Time // zero before the first Sync that succeeded
@@ -35,7 +35,7 @@ func (f *freshness) pending(services int) {
 	f.waiting = services
 }
 
-// advance sets f.last to now if everything is programmed.
+// advance sets f.last to the present time if everything is programmed.
 func (f *freshness) advance() {
 	if !f.last.IsZero() && f.waiting == 0 && !f.failed {
 		f.last = time.Now()

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package metrics exports Prometheus metrics of kpng. Its collectors get their values
-// from the hooks in sink.Observer. New registers them only with the registry of the
-// caller.
+// from the hooks in sink.Observer. New registers the collectors only with the caller's
+// registry.
 //
 //	registry := prometheus.NewRegistry()
 //	m, err := metrics.New(registry, metrics.Options{})
@@ -28,7 +28,7 @@ import (
 // Options selects the metrics.
 type Options struct {
 	// KubeProxy adds metrics with kube-proxy's names (kubeproxy_…). These metrics have no
-	// label for the sink: they belong to the sink for which Metrics.Sink is called first.
+	// label for the sink. They belong to the first sink for which Metrics.Sink is called.
 	// Default: false.
 	KubeProxy bool
 }
@@ -133,8 +133,8 @@ var programmingBuckets = slices.Concat(
 	prometheus.LinearBuckets(120, 30, 7),
 )
 
-// newKubeProxySeries returns metrics with kube-proxy's names and meaning. It omits
-// kube-proxy's metrics that make no sense with incremental updates.
+// newKubeProxySeries returns metrics with kube-proxy's names and meaning. It omits those
+// metrics of kube-proxy that make no sense with incremental updates.
 func newKubeProxySeries(f promauto.Factory) *series {
 	histogram := func(name, help string, buckets []float64) prometheus.Histogram {
 		return f.NewHistogram(prometheus.HistogramOpts{Namespace: "kubeproxy", Name: name, Help: help, Buckets: buckets})

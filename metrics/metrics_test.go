@@ -198,7 +198,7 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.Fail(errors.New("no update")) // until Fail(nil), Next fails; so one update has both SetNode calls
+		src.Fail(errors.New("no update")) // Next fails until Fail(nil) is called, so one update contains both SetNode calls
 		src.SetNode(&api.Node{Name: "n"})
 		src.SetNode(nil) // undoes the first SetNode, so the update is empty
 		src.Fail(nil)

@@ -31,7 +31,8 @@ func (m *nodeMetrics) register(r prometheus.Registerer) {
 	r.MustRegister(&m.conntrack.exported, &m.healthChecks.exported)
 }
 
-// exported is a collector of metrics that are exported after the first use of them.
+// exported is a collector of metrics. It exports a metric after the first use of the
+// metric.
 type exported struct {
 	used    atomic.Bool
 	metrics []prometheus.Collector
@@ -144,7 +145,7 @@ func newBackendMetrics(kubeProxy bool) map[string]*backendMetrics {
 
 // Backend returns an observer of a backend. The name is one of nftables, iptables, ipvs,
 // ovs, ebpf, and hns for the backend kernelspace. For other names, Backend returns nil. All
-// observers of a name add up to the same metrics.
+// observers with the same name update the same metrics.
 func (m *Metrics) Backend(name string) backends.Observer {
 	b := m.node.backends[name]
 	if b == nil {
@@ -172,8 +173,8 @@ func (o *backendObserver) Wrote(size int, err error) {
 	}
 }
 
-// Holds implements backends.Observer. The kind "max_" and the name of another kind is the
-// largest possible number of that kind.
+// Holds implements backends.Observer. If the kind is "max_" and the name of another kind,
+// n is the largest possible number of that other kind.
 func (o *backendObserver) Holds(kind string, n int) {
 	if g := o.holds[kind]; g != nil {
 		g.Add(float64(n - o.held[kind]))
@@ -220,8 +221,8 @@ func newConntrackMetrics(kubeProxy bool) *conntrackMetrics {
 	return m
 }
 
-// Conntrack returns an observer of the deletion of stale connections. It is called after
-// each search for them.
+// Conntrack returns an observer of the deletion of stale connections. The observer is
+// called after each search for such connections.
 func (m *Metrics) Conntrack() func(seen, deleted int, took time.Duration, err error) {
 	c := m.node.conntrack
 	c.used.Store(true)
@@ -254,7 +255,8 @@ func newHealthCheckMetrics() *healthCheckMetrics {
 }
 
 // HealthChecks returns observers of health-check node ports. The function ports is called
-// when the number of open or failing ports changes, and failed when a port cannot be opened.
+// when the number of open or failing ports changes. The function failed is called when a
+// port cannot be opened.
 func (m *Metrics) HealthChecks() (ports func(open, failing int), failed func(types.NamespacedName, netip.AddrPort, error)) {
 	h := m.node.healthChecks
 	h.used.Store(true)

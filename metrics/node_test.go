@@ -19,7 +19,7 @@ import (
 
 var _ node.Metrics = (*metrics.Metrics)(nil)
 
-// exported returns the metrics of the registry that are not those of sinks. For histograms,
+// exported returns all metrics of the registry except the metrics of sinks. For histograms,
 // the value is the number of observations.
 func exported(t *testing.T, r *prometheus.Registry) map[string]float64 {
 	t.Helper()

@@ -22,15 +22,15 @@ const defaultMaxPorts = 10_000
 
 // Traffic returns a collector of the traffic that a dataplane counts, by service port. At
 // most maxPorts service ports have series of their own; 0 means 10,000. The numbers of all
-// others are in one series, which has the service "other" and no namespace. The series of a
-// deleted service port ends. Counters do not decrease when the dataplane begins to count
-// again. The collector reads the dataplane once in each collection, so register it only if
-// [backends.Options.Stats] is set.
+// other service ports are in one series. This series has the service "other" and no
+// namespace. The series of a deleted service port ends. Counters do not decrease when the
+// dataplane begins to count again. Each collection reads the dataplane once, so register
+// the collector only if [backends.Options.Stats] is set.
 func Traffic(counter backends.Counter, maxPorts int) prometheus.Collector {
 	return &traffic{counter: counter, maxPorts: cmp.Or(maxPorts, defaultMaxPorts), ports: map[trafficPort]*portTraffic{}}
 }
 
-// numbers are those of trafficMetrics, in the same order.
+// numbers has the values of trafficMetrics, in the same order.
 type numbers [4]int64
 
 var trafficMetrics = [len(numbers{})]struct {
@@ -75,7 +75,7 @@ type trafficPort struct {
 type portTraffic struct {
 	read      uint64 // the last read that returned the port
 	own       bool
-	labels    []*dto.LabelPair // if own is true
+	labels    []*dto.LabelPair // set if own is true
 	total     numbers
 	endpoints map[netip.AddrPort]*endpointTraffic
 }
@@ -93,7 +93,7 @@ func (t *traffic) Describe(to chan<- *prometheus.Desc) {
 	to <- trafficErrors
 }
 
-// Collect implements prometheus.Collector. If the dataplane cannot be read, the metrics have
+// Collect implements prometheus.Collector. If the dataplane cannot be read, the metrics keep
 // their last values.
 func (t *traffic) Collect(to chan<- prometheus.Metric) {
 	t.mu.Lock()
@@ -128,8 +128,9 @@ func (t *traffic) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// trafficMetric is a metric with ready labels. The constant metrics of package prometheus
-// would allocate and sort the labels of each of thousands of series in each collection.
+// trafficMetric is a metric whose labels are computed in advance. The constant metrics of
+// package prometheus would allocate and sort the labels of thousands of series in each
+// collection.
 type trafficMetric struct {
 	desc   *prometheus.Desc
 	kind   prometheus.ValueType
@@ -205,7 +206,7 @@ func (t *traffic) read() error {
 	return nil
 }
 
-// note adds the numbers of an endpoint to those of the present read.
+// note adds the numbers of an endpoint to the sums of the present read.
 func (t *traffic) note(s backends.Stats) bool {
 	id := trafficPort{s.Service, s.Port, s.Protocol}
 	p := t.ports[id]

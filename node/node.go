@@ -11,19 +11,20 @@
 //	mux.Handle("/", proxy.HealthHandler())
 //	err = proxy.Run(ctx)
 //
-// The proxy follows the addresses of the node, deletes the connection-tracking entries
-// that keep clients away from the present endpoints, and serves health-check node
-// ports. Without a service-proxy name, it replaces kube-proxy: it sets the kernel settings
-// that kube-proxy sets, and IP forwarding. With a service-proxy name, it runs beside
-// kube-proxy, and only logs wrong settings.
+// The proxy follows the addresses of the node, deletes connection-tracking entries that
+// would keep clients from reaching the present endpoints, and serves health-check node
+// ports. Without a service-proxy name, the proxy replaces kube-proxy: it enables IP
+// forwarding, and sets the same kernel settings as kube-proxy. With a service-proxy name,
+// the proxy runs beside kube-proxy, and only logs wrong settings.
 //
 // A dataplane is a backend of kpng, a sink that contains backends (see [sink.As]), or any
 // other sink. The proxy completes the options of backends: it sets NodeAddresses, Conntrack,
-// Sysctls and Observer of [backends.Options], unless they have values or the backend does
-// not support them. After each Sync of any other dataplane, the proxy itself deletes the
-// stale connections. All parts of the proxy work in the network namespace of the process.
+// Sysctls and Observer of [backends.Options]. It leaves a field unchanged if the field has a
+// value or if the backend does not support it. After each Sync of any other dataplane, the
+// proxy itself deletes the stale connections. All parts of the proxy work in the network
+// namespace of the process.
 //
-// Sinks that need none of these parts can run with package kpng alone.
+// If a sink needs none of these parts, package kpng alone can run it.
 package node
 
 import (
@@ -51,27 +52,27 @@ type Options struct {
 	// Options select the source of services, the services and the node. Their Sinks run
 	// beside the dataplanes. The proxy does not complete the options of these sinks.
 	kpng.Options
-	// Dataplanes program services. Their default names are the names of their backends, such
-	// as "nftables", and numbers for other sinks. The function [New] appends its dataplane
-	// arguments to Dataplanes.
+	// Dataplanes program services. The default name of a dataplane is the name of its
+	// backend, such as "nftables". Other sinks have numbers as default names. The function
+	// [New] appends its dataplane arguments to Dataplanes.
 	Dataplanes []kpng.Sink
 	// NodeAddresses provides the addresses at which node ports and health-check node ports
 	// are open, see [nodeaddr.Watch]. Default: the primary addresses of the node, which the
 	// proxy follows itself.
 	//
-	// NodeAddresses may contain loopback addresses when New is called, or come from
-	// nodeaddr.Watch with a Selection that names some. Then the sink "localhost" serves
-	// node ports at these addresses, with sockets of this process. Omit loopback
-	// addresses if a dataplane serves node ports there itself.
+	// NodeAddresses may contain loopback addresses when New is called, or may come from
+	// nodeaddr.Watch with a Selection that names loopback addresses. Then the sink
+	// "localhost" serves node ports at these addresses, with sockets of this process.
+	// Omit loopback addresses if a dataplane serves node ports there itself.
 	NodeAddresses nodeaddr.Source
-	// Metrics provides the observers that dataplanes, backends and Sinks do not have already.
+	// Metrics provides observers for those dataplanes, backends and Sinks that have none.
 	// Default: none.
 	Metrics Metrics
 }
 
-// Metrics provides observers of the parts of a proxy. A *metrics.Metrics is a Metrics; this
-// package does not import it, so that programs without Prometheus do not link Prometheus.
-// Its methods are called by [New].
+// Metrics provides observers of the parts of a proxy. A *metrics.Metrics implements this
+// interface. This package does not import package metrics, so that programs without
+// Prometheus do not link Prometheus. [New] calls the methods.
 type Metrics interface {
 	// Sink returns the observer of the driver of the named sink.
 	Sink(name string) sink.Observer
@@ -81,12 +82,14 @@ type Metrics interface {
 	// Conntrack returns a function that is called after each search for stale
 	// connections. Its arguments are the number of connections that the kernel returned
 	// (seen), the number of connections that were deleted (deleted), the duration (took),
-	// and the error. If err is not nil, the search is repeated. The function may be nil.
+	// and the error. If the error is not nil, the search is repeated. The function may be
+	// nil.
 	Conntrack() func(seen, deleted int, took time.Duration, err error)
 	// HealthChecks returns two functions, which may be nil. The function ports is called when
 	// the number of open or failing health-check node ports changes. These ports are counted
-	// for each address of the node. The function failed is called when a port of a service
-	// cannot be opened at an address, for a new reason. The calls of a function do not overlap.
+	// for each address of the node. The function failed is called when a service's port cannot
+	// be opened at an address, once for each new reason. The calls of a function do not
+	// overlap.
 	HealthChecks() (ports func(open, failing int), failed func(service types.NamespacedName, at netip.AddrPort, err error))
 }
 

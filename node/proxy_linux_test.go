@@ -35,10 +35,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// inNamespace runs the test in a second process, in which it returns false. The network
-// namespace of that process has the interface eth0 with the addresses of the node and
-// of its pods. In the first process, inNamespace returns true when the second process
-// has ended.
+// inNamespace runs the test in a second process. In the second process, it returns false.
+// The network namespace of that process has the interface eth0 with the addresses of the
+// node and of its pods. In the first process, inNamespace returns true when the second
+// process has ended.
 func inNamespace(t *testing.T) (done bool) {
 	t.Helper()
 	const inside = "KPNG_TEST_INSIDE"
@@ -66,7 +66,7 @@ func inNamespace(t *testing.T) (done bool) {
 	return true
 }
 
-// manifests returns services whose endpoints are a pod of this node.
+// manifests returns services. The only endpoint of each service is a pod of this node.
 func manifests(pod string) string {
 	const object = `
 apiVersion: v1
@@ -372,7 +372,7 @@ func TestKernelSettingsAreReportedBesideKubeProxy(t *testing.T) {
 	}
 }
 
-// own is a sink of another module. It hides another sink.
+// own stands for a sink of another module. It hides the sink inside it.
 type own struct {
 	hidden  backends.Dataplane
 	started error
@@ -387,8 +387,8 @@ func (o *own) Start(ctx context.Context) error {
 func (o *own) Stop(ctx context.Context) error                  { return o.hidden.Stop(ctx) }
 func (o *own) Sync(ctx context.Context, c *sink.Changes) error { return o.hidden.Sync(ctx, c) }
 
-// TestOwnSinkGetsConnectionTracking runs a proxy with a sink that is no backend of kpng, and
-// that keeps connections to removed endpoints.
+// TestOwnSinkGetsConnectionTracking runs a proxy with a sink that is not a backend of kpng.
+// This sink itself keeps connections to removed endpoints.
 func TestOwnSinkGetsConnectionTracking(t *testing.T) {
 	if inNamespace(t) {
 		return
@@ -419,7 +419,7 @@ func TestOwnSinkGetsConnectionTracking(t *testing.T) {
 	}
 }
 
-// TestNodePortsOnLocalhost runs a proxy with loopback addresses among those of node ports.
+// TestNodePortsOnLocalhost runs a proxy whose node ports are also at loopback addresses.
 func TestNodePortsOnLocalhost(t *testing.T) {
 	if inNamespace(t) {
 		return

@@ -18,7 +18,7 @@ import (
 var thisNode = &api.Node{Name: "here", Labels: map[string]string{"topology.kubernetes.io/zone": "zone-1"}}
 
 // service returns the service default/web and applies edits to it. Without edits, the
-// service has a cluster IP and one unnamed port, 80 with target port 8080.
+// service has a cluster IP and an unnamed port 80 with target port 8080.
 func service(edits ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP,
@@ -107,9 +107,9 @@ func ips(addrs ...string) api.IPSet {
 }
 
 // endpointSlices parses EndpointSlices from text. A line "slice NAME PORT…" begins a
-// slice; without ports it has the unnamed port 8080. Every other line is an endpoint: an
-// address, conditions (ready implies serving), @node, host=name, zone=name, and hints
-// like zones=z1,z2 and nodes=n1,n2.
+// slice. If the line has no ports, the slice has the unnamed port 8080. Every other line
+// is an endpoint: an address, conditions (ready implies serving), @node, host=name,
+// zone=name, and hints like zones=z1,z2 and nodes=n1,n2.
 func endpointSlices(text string) []*api.EndpointSlice {
 	var out []*api.EndpointSlice
 	for line := range strings.Lines(text) {
@@ -173,7 +173,8 @@ func endpoint(words []string) api.SliceEndpoint {
 }
 
 // describe returns a view's endpoints and unusable ports as lines. The line of an
-// endpoint has its key, "local" if it is local, its scopes, and its scopes by port.
+// endpoint has its key, the word "local" if the endpoint is local, its scopes, and its
+// scopes by port.
 func describe(view *api.View) []string {
 	var out []string
 	for i := range view.Endpoints {

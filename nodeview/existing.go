@@ -18,9 +18,9 @@ import (
 // draining endpoints, and endpoints that new flows through the frontend do not use. A
 // backend ends UDP flows through the frontend to all other endpoints.
 //
-// Frontends of one family in one view have equal values if their service ports lead to the
-// same ports of all endpoints. So Existing can be a map key. The zero value has no
-// endpoints.
+// Two frontends of a view have equal values of Existing if they have the same family, and
+// if their service ports lead to the same ports of all endpoints. So Existing can be a map
+// key. The zero value has no endpoints.
 type Existing struct {
 	view   *api.View
 	port   *api.PortMapping // the first port with this value
@@ -51,11 +51,11 @@ func (l *portLists) existingOf(port *api.PortMapping, family api.Family) Existin
 			x.port = first
 			return x
 		}
-		hash++ // other ports have this hash, which practically never happens
+		hash++ // a collision: other ports have this hash; practically never happens
 	}
 }
 
-// hashSeed is random, so that no choice of ports makes hashes equal.
+// hashSeed is random, so that a user cannot choose ports with equal hashes.
 var hashSeed = maphash.MakeSeed()
 
 type targetHash struct {
@@ -63,8 +63,8 @@ type targetHash struct {
 	port   int32
 }
 
-// samplesOf returns, by family, one endpoint for each list of PortOverrides in memory.
-// Endpoints of an EndpointSlice share this list, so there are few samples.
+// samplesOf returns, for each family, one endpoint for each list of PortOverrides in
+// memory. Endpoints of an EndpointSlice share such a list, so there are few samples.
 func samplesOf(view *api.View) map[api.Family][]*api.Endpoint {
 	type list struct {
 		family api.Family
@@ -140,8 +140,8 @@ func (x Existing) Without(lists ...[]Target) (rest []Target) {
 	return rest
 }
 
-// take removes the endpoints with an address from the start of list. It appends to buf those
-// that have the port and the family.
+// take removes the endpoints with the address addr from the start of list. It appends those
+// removed endpoints to buf that have the port and the family.
 func (x Existing) take(buf []Target, addr netip.Addr, list *[]api.Endpoint) []Target {
 	for len(*list) > 0 && (*list)[0].Addr == addr {
 		e := &(*list)[0]
@@ -178,8 +178,8 @@ func (x Existing) Has(endpoint netip.AddrPort) bool {
 
 func anyEndpoint(*api.Endpoint) bool { return true }
 
-// The method has reports whether list has an endpoint at this address and port for which
-// match returns true.
+// The method has reports whether list has a matching endpoint at this address and port.
+// An endpoint matches if the function match returns true for it.
 func (x Existing) has(list []api.Endpoint, endpoint netip.AddrPort, match func(*api.Endpoint) bool) bool {
 	i, _ := slices.BinarySearchFunc(list, endpoint.Addr(), func(e api.Endpoint, a netip.Addr) int { return e.Addr.Compare(a) })
 	for ; i < len(list) && list[i].Addr == endpoint.Addr(); i++ {
@@ -191,9 +191,9 @@ func (x Existing) has(list []api.Endpoint, endpoint netip.AddrPort, match func(*
 }
 
 // Resets reports whether a backend resets the established TCP connections to an endpoint. It
-// does so only for a service with ResetConnections, if the endpoint is no longer in the view,
-// or is draining and not ready. Connections of a deleted service continue. Resets takes
-// logarithmic time.
+// does so only for a service with ResetConnections, and only if the endpoint is no longer in
+// the view, or is draining and not ready. Connections of a deleted service continue. Resets
+// takes logarithmic time.
 func (x Existing) Resets(endpoint netip.AddrPort) bool {
 	if x.view == nil || !x.view.Service.ResetConnections {
 		return false
@@ -202,11 +202,11 @@ func (x Existing) Resets(endpoint netip.AddrPort) bool {
 		!x.has(x.view.Draining, endpoint, func(e *api.Endpoint) bool { return e.Ready })
 }
 
-// Hairpins yields the endpoints on this node that new connections through the frontends
-// of view reach, each with the protocol of the connections. Such an endpoint may
-// connect to itself through the service. Then a backend replaces the source of the
-// connection, even if the frontend's [Masquerade] does not select the connection. Each
-// protocol, address and port occurs once. For an all-ports service, the protocol and
+// Hairpins yields the endpoints on this node to which frontends of the view send new
+// connections. With each endpoint, it yields the protocol of the connections. Such an
+// endpoint may connect to itself through the service. Then a backend replaces the source
+// of the connection, even if the frontend's [Masquerade] does not select the connection.
+// Each protocol, address and port occurs once. For an all-ports service, the protocol and
 // the port are 0. If view is nil, Hairpins yields nothing.
 func Hairpins(view *api.View) iter.Seq2[api.Protocol, Target] {
 	type list struct {

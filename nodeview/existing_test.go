@@ -107,7 +107,8 @@ func checkExisting(t *testing.T, state *api.ServiceState, view *api.View, node *
 				}
 			}
 		}
-		// An endpoint that answers may keep its flows, and so may all endpoints of the frontend.
+		// Existing flows to an endpoint that answers may continue, and also flows to all
+		// endpoints of the frontend.
 		for at, e := range oracleEntries(state, f.ServicePort, f.Family) {
 			if (e.ep.Serving || e.ep.Ready) && !want[at] {
 				t.Errorf("%s: flows to %s, which answers, may not continue", f.FrontendKey, at)
@@ -133,7 +134,8 @@ func checkExisting(t *testing.T, state *api.ServiceState, view *api.View, node *
 	}
 	for protocol, e := range Hairpins(view) {
 		h := hairpin{protocol, e.AddrPort()}
-		// Other services may own all addresses of the frontends that have the endpoint.
+		// The frontends with this endpoint may be missing, because other services own
+		// their addresses.
 		if !hairpins[h] && len(view.Lost) == 0 {
 			t.Errorf("%s %s is a hairpin, or comes twice", protocol, e.AddrPort())
 		}
@@ -144,8 +146,8 @@ func checkExisting(t *testing.T, state *api.ServiceState, view *api.View, node *
 	}
 }
 
-// TestPortsShareExisting checks that ports that lead to the same endpoints and target ports
-// have equal values of Existing, so that a backend can use Existing as a map key.
+// TestPortsShareExisting checks that two ports have equal values of Existing if they lead
+// to the same endpoints and target ports. So a backend can use Existing as a map key.
 func TestPortsShareExisting(t *testing.T) {
 	svc := service(func(s *api.Service) {
 		s.Ports = nil

@@ -25,7 +25,7 @@ type Explanation struct {
 	absent                       string // why View is nil
 	internalLocal, externalLocal bool   // the effective policies
 	lists                        []listReport
-	skipped                      []endpointReport // endpoints that no list can contain
+	skipped                      []endpointReport // endpoints that can be on no list
 	unserved                     []namedFrontend
 }
 
@@ -42,9 +42,8 @@ type listReport struct {
 	Endpoints []endpointReport `json:",omitempty"`
 }
 
-// endpointReport has the reasons why an endpoint is or is not on the lists. In
-// listReport, the reasons apply to one service port. In skipped endpoints, they apply to all
-// ports.
+// endpointReport has the reasons why an endpoint is or is not on the lists. In a listReport,
+// the reasons apply to one service port. For skipped endpoints, they apply to all ports.
 type endpointReport struct {
 	// Slice is the name of the EndpointSlice that contains the endpoint.
 	Slice    string
@@ -92,9 +91,8 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	return e
 }
 
-// ExplainView returns an explanation from the view alone, without reasons for
-// endpoints. It is for a program that gets views from a server and does not have the
-// EndpointSlices.
+// ExplainView returns an explanation of a view without reasons for endpoints. Use it in a
+// program that gets views from a server and does not have the EndpointSlices.
 func ExplainView(view *api.View, node *api.Node) *Explanation {
 	here, pol := locationOf(node), policiesOf(view.Service)
 	return &Explanation{
@@ -104,8 +102,8 @@ func ExplainView(view *api.View, node *api.Node) *Explanation {
 	}
 }
 
-// Narrow removes the frontends for which keep returns false, and the lists that no other
-// frontend uses. It reports whether any frontend is left.
+// Narrow removes the frontends for which the function keep returns false. It also removes
+// the lists that no other frontend uses. It reports whether any frontend is left.
 func (e *Explanation) Narrow(keep func(FrontendKey) bool) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f Frontend) bool { return !keep(f.FrontendKey) })
 	e.unserved = slices.DeleteFunc(e.unserved, func(u namedFrontend) bool { return !keep(u.FrontendKey) })
@@ -162,8 +160,8 @@ func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target
 	return e
 }
 
-// preferredTo returns the candidate that is used instead of the duplicate at index i, for
-// the port at index p.
+// preferredTo returns the candidate that is used instead of the duplicate at index i. The
+// argument p is the index of the port.
 func (c *selection) preferredTo(p, i int) *candidate {
 	j, _ := slices.BinarySearchFunc(c.candidates, c.candidates[i].addr, func(o candidate, a netip.Addr) int { return o.addr.Compare(a) })
 	for !c.reasonsAt(p, j).eligible() || c.target(p, j) != c.target(p, i) {
@@ -172,7 +170,7 @@ func (c *selection) preferredTo(p, i int) *candidate {
 	return &c.candidates[j]
 }
 
-// addrPort formats an endpoint's address, with its port if it has one.
+// addrPort formats an endpoint's address, and its port unless the port is 0.
 func addrPort(a netip.Addr, port int32) string {
 	if port == 0 {
 		return a.String()

@@ -108,9 +108,9 @@ func TestExplain(t *testing.T) {
 	}
 }
 
-// TestExplainsTheListsOfDuplicates checks which EndpointSlice is named as preferred,
-// and that the lists for short-circuited traffic are explained even if they equal other
-// lists.
+// TestExplainsTheListsOfDuplicates checks which EndpointSlice is named as preferred. It
+// also checks that the lists for short-circuited traffic are explained even if they equal
+// other lists.
 func TestExplainsTheListsOfDuplicates(t *testing.T) {
 	e := Explain(&api.ServiceState{
 		Service: service(internalLocal, externalLocal, externalIPs("192.0.2.1"), ports("http=80")),

@@ -58,8 +58,8 @@ func (k FrontendKey) String() string {
 	return string(k.Kind) + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
 }
 
-// At yields the addresses and ports at which the frontend is served on a node that serves
-// node ports at the given addresses. The port is 0 if the frontend is for every port.
+// At yields the addresses and ports of the frontend on a node. The node serves node ports
+// at the given addresses. The port is 0 if the frontend is for every port.
 func (k FrontendKey) At(nodePortAddrs []netip.Addr) iter.Seq[netip.AddrPort] {
 	return func(yield func(netip.AddrPort) bool) {
 		if k.Kind != NodePort {
@@ -93,7 +93,7 @@ type Frontend struct {
 	// The decision Elsewhere applies to traffic that does not start on this node.
 	Elsewhere Traffic
 	// The decision Node applies to traffic that starts on this node: in the node itself and,
-	// as far as the backend can detect it, in its pods. It differs from Elsewhere only for
+	// if the backend can detect it, in the node's pods. It differs from Elsewhere only for
 	// external frontends with externalTrafficPolicy Local: traffic that starts on this node
 	// uses the Cluster list (short circuit).
 	Node Traffic
@@ -101,13 +101,13 @@ type Frontend struct {
 	Existing Existing
 
 	// Sources are the admitted sources. A backend first drops traffic from all other
-	// sources, also if the traffic starts on this node.
+	// sources, even if the traffic starts on this node.
 	Sources Sources `json:",omitzero"`
 	// Masquerade selects connections whose source the backend replaces by a node address.
 	Masquerade Masquerade
-	// Affinity is how long a client address keeps its endpoint after the client's last new
-	// connection; 0 means no affinity. Each service port has its own affinity. The affinity
-	// applies only while the endpoint is on the list for the client's traffic.
+	// After a client's last new connection, the client's address keeps its endpoint for the
+	// time Affinity. 0 means no affinity. Each service port has its own affinity. The
+	// affinity applies only while the endpoint is on the list for the client's traffic.
 	Affinity time.Duration `json:",omitempty"`
 	// Algorithm chooses the endpoint of a new connection that has no affinity.
 	Algorithm api.Algorithm `json:",omitempty"`
@@ -124,7 +124,7 @@ type Traffic struct {
 	Endpoints []Target `json:",omitempty"`
 }
 
-// ListID identifies a list of endpoints within its service. It is for backends that
+// ListID identifies a list of endpoints within its service. Backends can use it if they
 // program lists separately from frontends, for example as groups or maps. The ID of a
 // list is never 0.
 //
@@ -178,15 +178,15 @@ var verdictNames = [...]string{Forward: "Forward", Reject: "Reject", Drop: "Drop
 func (v Verdict) String() string { return text(verdictNames[:], v) }
 
 // Masquerade selects connections through a frontend. The backend replaces their source by
-// an address of this node. The backend always replaces the source of hairpin connections,
-// which go from an endpoint of this node to itself.
+// an address of this node. The backend always replaces the source of hairpin connections.
+// A hairpin connection goes from an endpoint of this node to the same endpoint.
 type Masquerade string
 
 // The masquerade rules.
 const (
 	// MasqueradeIfConfigured selects the connections that an option of the backend defines: none,
-	// all (masquerade all), or those from outside the pod network (cluster CIDR). It applies
-	// to cluster IPs.
+	// all (masquerade all), or connections from outside the pod network (cluster CIDR). It
+	// applies to cluster IPs.
 	MasqueradeIfConfigured Masquerade = "MasqueradeIfConfigured"
 	// MasqueradeAll selects all connections. It applies to external frontends with policy
 	// Cluster.
@@ -205,17 +205,18 @@ func Frontends(view *api.View) iter.Seq[Frontend] {
 	return decided(view, namedFrontends(view))
 }
 
-// Classes yields one frontend without an address, a class, for each combination of
-// kind, service port and family for which the service has addresses. All frontends of
-// the view with this combination have the decisions of the class, and differ only in
-// their addresses and Sources. The order is that of [Frontends]. The cost does not
-// depend on the number of addresses. The view may have no frontend of a class, because
-// other services, or frontends of another kind, own its addresses.
+// Classes yields the classes of a view. A class is a frontend without an address. There
+// is one class for each combination of kind, service port and family for which the
+// service has addresses. All frontends of the view with this combination have the
+// decisions of the class, and differ only in their addresses and Sources. The order is
+// that of [Frontends]. The cost does not depend on the number of addresses. The view may
+// have no frontend of a class, because other services, or frontends of another kind, own
+// its addresses.
 func Classes(view *api.View) iter.Seq[Frontend] {
 	return decided(view, namedClasses(view))
 }
 
-// decided yields the frontends in named that are served, with all decisions.
+// decided yields those frontends in named that are served, with all decisions.
 func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := newPortLists(view)
@@ -263,18 +264,19 @@ type portLists struct {
 	family                           api.Family
 	internal, external, shortCircuit list
 	existing                         Existing
-	// first is the first list that the method list has made, with its hash. distinct has the
-	// further ones, without duplicates, by their hash. Most services have a single list.
+	// The method list has made the list in first, and then the lists in distinct. The key of
+	// a list in distinct is its hash. There are no duplicates, and most services have a
+	// single list.
 	first     list
 	firstHash uint64
 	distinct  map[uint64][]list
-	// samples is the result of samplesOf. firstPorts has the first service port for each value
-	// of existing that the method prepare has made so far. Its keys are hashes of the target
-	// ports that this service port has at the samples.
+	// samples is the result of samplesOf. For each value of existing that the method prepare
+	// has made so far, firstPorts has the first service port with this value. Its keys are
+	// hashes of the target ports of this service port at the samples.
 	samples    map[api.Family][]*api.Endpoint
 	firstPorts map[uint64]*api.PortMapping
-	// unusable has the elements of view.Unusable. noEndpoint is the verdict for a list of the
-	// port and family that has no endpoint.
+	// unusable has the elements of view.Unusable. noEndpoint is the verdict for an empty list
+	// of the port and family.
 	unusable   distinct.Set[api.PortFamily]
 	noEndpoint Verdict
 	// sources is the result of sourcesByAddress. It is nil before sourcesAt needs it.
@@ -321,9 +323,9 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	}
 }
 
-// The method list returns the endpoints for which scope returns true. The argument local
-// says whether they are the Local list or the Cluster list. If an equal list already
-// exists, the method returns the existing list with its ID.
+// The method list returns the endpoints for which the function scope returns true. The
+// argument local says whether these endpoints are the Local list or the Cluster list. If
+// an equal list already exists, the method returns the existing list with its ID.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	targets, hash := targets(l.view, l.port, l.family, scope)
 	if len(targets) == 0 {
@@ -365,7 +367,7 @@ func targets(view *api.View, port *api.PortMapping, family api.Family, match fun
 		return nil, 0
 	}
 	out = make([]Target, 0, n)
-	var last *api.Endpoint // the previous endpoint; endpoints of an EndpointSlice share their list of ports
+	var last *api.Endpoint // the previous endpoint, because endpoints of an EndpointSlice share their list of ports
 	for i := range view.Endpoints {
 		if e := &view.Endpoints[i]; listed(e) {
 			t := Target{Endpoint: e}
@@ -390,7 +392,7 @@ func sharePorts(a, b *api.Endpoint) bool {
 }
 
 // sourcesAt returns the sources that the service admits at a frontend. A class has no
-// address and no source ranges, except a class of node ports.
+// address. So it has no source ranges, unless it is a class of node ports.
 func (l *portLists) sourcesAt(k FrontendKey) Sources {
 	switch {
 	case len(l.view.Service.SourceRanges) == 0:

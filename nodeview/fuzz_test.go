@@ -18,8 +18,8 @@ import (
 )
 
 // FuzzView derives services, EndpointSlices and nodes from its input. It checks the
-// guarantees of View and Frontends. For rules that kube-proxy does not have, it also
-// compares the results with another implementation (oracle_test.go).
+// guarantees of View and Frontends. It also compares the results with another
+// implementation (oracle_test.go) of the rules that kube-proxy does not have.
 func FuzzView(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 400 {
@@ -115,7 +115,8 @@ func (d *dice) state() *api.ServiceState {
 	return s
 }
 
-// slice chooses an EndpointSlice, which has most of the ports of svc, and other ports.
+// slice chooses an EndpointSlice. It has most of the ports of the service svc, and other
+// ports.
 func (d *dice) slice(name string, svc *api.Service) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "default", Name: name, ServiceName: "web", Family: pick(d, api.IPv4, api.IPv4, api.IPv6),
@@ -215,8 +216,8 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	}
 }
 
-// checkArrival checks that View does not depend on the order of EndpointSlices and
-// endpoints, and that View does not modify its input.
+// checkArrival checks that the result of View does not depend on the order of
+// EndpointSlices and endpoints, and that View does not modify its input.
 func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, view *api.View) {
 	t.Helper()
 	shuffled := copyState(state)
@@ -449,9 +450,8 @@ func checkLists(t *testing.T, view *api.View) {
 	}
 }
 
-// checkDiff compares two views. It applies the differences to a map that has the
-// endpoints of the first view by key. The map must then have the endpoints of the second
-// view.
+// checkDiff compares two views. It applies the differences to a map with the endpoints of
+// the first view. Afterwards, the map must have the endpoints of the second view.
 func checkDiff(t *testing.T, before, after *api.View) {
 	t.Helper()
 	programmed := map[string]api.Endpoint{}

@@ -42,8 +42,8 @@ func manyPorts(ports, endpoints int) *api.ServiceState {
 	return s
 }
 
-// frontendsOf computes the view and all that nodeview decides about it. It returns the number
-// of the decisions.
+// frontendsOf computes the view and all decisions of package nodeview about it. It returns
+// the number of these decisions.
 func frontendsOf(s *api.ServiceState) (n int) {
 	view := View(s, nil)
 	for range Frontends(view) {
@@ -60,8 +60,8 @@ func frontendsOf(s *api.ServiceState) (n int) {
 	return n
 }
 
-// manyAddresses returns a service with addrs load-balancer IPs and ranges source
-// ranges.
+// manyAddresses returns a service. The argument addrs is the number of its load-balancer
+// IPs, and the argument ranges is the number of its source ranges.
 func manyAddresses(addrs, ranges int) *api.ServiceState {
 	svc := &api.Service{Namespace: "default", Name: "web", Type: api.LoadBalancer, IPFamilies: []api.Family{api.IPv4}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}}}
 	svc.IPs.LoadBalancerIPs = apitest.IPs("203.0.0.0", addrs)
@@ -73,9 +73,9 @@ func manyAddresses(addrs, ranges int) *api.ServiceState {
 	return &api.ServiceState{Service: svc}
 }
 
-// TestCostGrowsWithSize measures several times, and fails if eight times as many
-// objects take more than 40 times as long in each measurement. Quadratic time would be
-// 64 times as long. Other programs may disturb some of the measurements.
+// TestCostGrowsWithSize measures several times, and fails if eight times as many objects
+// take more than 40 times as long in every measurement. With quadratic time, they would
+// take 64 times as long. Other programs may disturb some of the measurements.
 func TestCostGrowsWithSize(t *testing.T) {
 	for _, test := range []struct {
 		name  string

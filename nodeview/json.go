@@ -24,7 +24,7 @@ func WriteViews(w io.Writer, views []*api.View) error {
 
 // WriteFrontends writes lines of JSON, for scripts. The first line is the node, or {} if
 // node is nil. Each other line is a frontend of a view (see [Frontends]), with the
-// Namespace and Name of its service. In the line of a frontend, Ranges are the result of
+// Namespace and Name of its service. In this line, Ranges is the result of
 // [Sources.Prefixes] for the addresses of node.
 func WriteFrontends(w io.Writer, node *api.Node, views []*api.View) error {
 	if node == nil {
@@ -61,16 +61,17 @@ type frontendJSON struct {
 	PortName  string `json:",omitempty"` // name of the service port
 
 	Elsewhere, Node Traffic
-	// Keep has the endpoints to which existing flows may continue, besides those of Elsewhere
-	// and Node.
+	// Keep has further endpoints to which existing flows may continue, besides the endpoints
+	// of Elsewhere and Node.
 	Keep []Target `json:",omitempty"`
 
 	Sources         Sources `json:",omitzero"`
 	Masquerade      Masquerade
 	AffinitySeconds int32         `json:",omitempty"`
 	Algorithm       api.Algorithm `json:",omitempty"`
-	// Reset has the endpoints in Keep whose established TCP connections are reset.
-	// ResetConnections means that the connections to endpoints on no list are reset, too.
+	// Reset has those endpoints in Keep whose established TCP connections are reset. If
+	// ResetConnections is true, connections to endpoints that are on no list are also
+	// reset.
 	ResetConnections bool     `json:",omitempty"`
 	Reset            []Target `json:",omitempty"`
 }
@@ -128,8 +129,8 @@ func (t Target) MarshalJSON() ([]byte, error) {
 	}{t.Addr, t.Port, t.Local, t.NodeName, t.Weight})
 }
 
-// MarshalJSON returns whether the endpoint is on the list, and the reason: {"In": true,
-// "Why": "ready and on this node"}.
+// MarshalJSON returns whether the endpoint is on the list, and why: {"In": true, "Why":
+// "ready and on this node"}.
 func (r reason) MarshalJSON() ([]byte, error) {
 	return json.Marshal(struct {
 		In  bool

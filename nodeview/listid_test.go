@@ -11,8 +11,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// groups is the state of a backend that programs groups of endpoints: the members of each
-// group, and the group of each frontend for traffic from elsewhere.
+// groups is the state of a backend that programs groups of endpoints. It has the members
+// of each group. It also has the group that each frontend uses for traffic from
+// elsewhere.
 type groups struct {
 	members map[ListID]string
 	of      map[string]ListID

@@ -112,9 +112,10 @@ func usable(c api.Conditions) bool { return !c.Drain && (c.Ready || c.Serving &&
 // ready reports whether an endpoint is ready for new connections.
 func ready(c api.Conditions) bool { return c.Ready && !c.Drain }
 
-// clusterList decides whether ep is on the Cluster list, which contains the ready
-// endpoints that the topology rule admits. If none is ready, the list contains the
-// endpoints that are both serving and terminating, and ignores their hints (KEP 1669).
+// clusterList decides whether ep is on the Cluster list. This list contains the ready
+// endpoints that the topology rule admits. If no endpoint is ready, the list contains the
+// endpoints that are both serving and terminating, and their hints do not matter (KEP
+// 1669).
 func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 	if !ready(ep.Conditions) {
 		return terminatingFallback(ep.Conditions, t.ready)
@@ -135,9 +136,9 @@ func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason
 	}
 }
 
-// localList decides whether ep is on the Local list, which contains the ready endpoints
-// on this node. If none is ready, the list contains the endpoints on this node that are
-// both serving and terminating. Hints do not affect the Local list.
+// localList decides whether ep is on the Local list. This list contains the ready
+// endpoints on this node. If no endpoint there is ready, the list contains the endpoints
+// on this node that are both serving and terminating. Hints do not affect the Local list.
 func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 	switch {
 	case !here.runs(ep):
@@ -149,8 +150,8 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 	}
 }
 
-// terminatingFallback decides whether an endpoint that is not ready is on a list. It is
-// on the list if it is serving and terminating and no endpoint is ready.
+// terminatingFallback decides whether an endpoint that is not ready is on a list. The
+// endpoint is on the list if it is serving and terminating, and if no endpoint is ready.
 func terminatingFallback(c api.Conditions, ready int) reason {
 	switch {
 	case c.Drain:
@@ -206,7 +207,7 @@ func externalPolicyLocal(svc *api.Service) bool {
 	}
 }
 
-// For each kind of traffic, the method scopes reports whether the list for this traffic
+// The method scopes reports, for each kind of traffic, whether the list for this traffic
 // contains the endpoint.
 func (p policies) scopes(m listReasons) api.Scopes {
 	return api.Scopes{
@@ -224,12 +225,12 @@ func (m listReasons) list(local bool) reason {
 	return m.cluster
 }
 
-// shortCircuit returns the reason for short-circuited traffic, which goes from this node
-// to an external frontend with policy Local. This traffic uses the Cluster list, because
+// shortCircuit returns the reason for short-circuited traffic. This traffic goes from
+// this node to an external frontend with policy Local. It uses the Cluster list, because
 // a load balancer would send it to a node with endpoints.
 func (m listReasons) shortCircuit() reason { return m.cluster }
 
-// The function answers reports whether an endpoint may still have connections. If such an
-// endpoint is on no list, it is draining. A ready endpoint may have connections even if
+// The function answers reports whether an endpoint may still have connections. Such an
+// endpoint is draining if it is on no list. A ready endpoint may have connections even if
 // its condition serving is false (publishNotReadyAddresses).
 func answers(c api.Conditions) bool { return c.Serving || c.Ready }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nodeview computes what a Service means on one node. It is pure: it has no
-// clock, no I/O and no state. All results are safe for concurrent use.
+// Package nodeview computes what a Service means on one node. The package is pure: it has
+// no clock, no I/O and no state. All results are safe for concurrent use.
 //
-// From the cluster's state of a service, [View] computes the endpoints that one node
-// uses. [Frontends] lists the frontends that a backend has to program for a view, with
+// [View] computes the endpoints that one node uses, from the cluster's state of a
+// service. [Frontends] lists the frontends that a backend has to program for a view, with
 // all decisions. [Unserved] lists the frontends that a backend must not program, each
 // with the reason. [Explain] gives the reason for each decision.
 //
@@ -43,7 +43,7 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.View {
 		return nil
 	}
 
-	// These buffers are on the stack. They suffice for most services, which have few
+	// These buffers are on the stack. They suffice for most services, because most have few
 	// endpoints in few EndpointSlices. If a function stored a buffer through a pointer, the
 	// buffer would escape to the heap. So functions that fill a buffer return it.
 	var (
@@ -128,9 +128,10 @@ func (c *selection) list(view *api.View, pol policies, here location) {
 	}
 }
 
-// assignLists finds, for each candidate, the lists that contain it for at least one port.
-// It returns how many candidates are listed, and how many are draining. A draining
-// candidate is eligible for a port and on no list, but may still have connections.
+// assignLists finds the lists of each candidate. These lists contain the candidate for at
+// least one port. It returns how many candidates are listed, and how many are draining. A
+// draining candidate is eligible for a port, but is on no list. It may still have
+// connections.
 func (c *selection) assignLists(pol policies) (listed, draining int) {
 	for i := range c.candidates {
 		cand := &c.candidates[i]
@@ -181,7 +182,7 @@ func comparePorts(s api.PortScopes, port int32, protocol api.Protocol) int {
 	return cmp.Or(cmp.Compare(s.Port, port), cmp.Compare(s.Protocol, protocol))
 }
 
-// eitherOf returns the lists that are set in a, in b or in both.
+// eitherOf returns the lists that are set in a, or in b, or in both.
 func eitherOf(a, b api.Scopes) api.Scopes {
 	return api.Scopes{Internal: a.Internal || b.Internal, External: a.External || b.External, Cluster: a.Cluster || b.Cluster}
 }

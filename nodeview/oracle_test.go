@@ -72,7 +72,7 @@ func oraclePrefers(a, b entry) bool {
 	return slices.Compare(oracleContent(a), oracleContent(b)) < 0
 }
 
-// oracleContent returns the fields in which two entries of one slice may differ. An empty
+// oracleContent returns all fields in which two entries of one slice may differ. An empty
 // string follows each list of hints, so that a shorter list sorts first.
 func oracleContent(e entry) []string {
 	d := e.ep.Details.Value()
@@ -90,7 +90,8 @@ func oracleContent(e entry) []string {
 	return out
 }
 
-// oraclePorts returns the served ports. A single nil element stands for all ports.
+// oraclePorts returns the served ports. A single nil element means that all ports are
+// served.
 func oraclePorts(svc *api.Service) []*api.PortMapping {
 	if svc.AllPorts || len(svc.Ports) == 0 {
 		return []*api.PortMapping{nil}

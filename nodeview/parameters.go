@@ -9,10 +9,10 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Parameters is a set of traffic parameters: those that a service sets, or those that a
-// backend honours. Traffic parameters are settings that the Kubernetes API does not
-// have. A backend that does not honour a parameter serves the service without it. The
-// zero value has no parameter.
+// Parameters is the set of traffic parameters that a service sets, or that a backend
+// honours. Traffic parameters are settings that the Kubernetes API does not have. A
+// backend that does not honour a parameter serves the service without it. The zero value
+// has no parameter.
 type Parameters struct {
 	// Algorithm is an algorithm other than api.Random (Frontend.Algorithm).
 	Algorithm bool `json:",omitempty"`
@@ -24,7 +24,8 @@ type Parameters struct {
 	NodePortSources bool `json:",omitempty"`
 }
 
-// ParametersOf returns the traffic parameters of a service. If view is nil, it returns none.
+// ParametersOf returns the traffic parameters of a service. If view is nil, the service has
+// no parameters.
 func ParametersOf(view *api.View) Parameters {
 	if view == nil || view.Service == nil {
 		return Parameters{}
@@ -47,7 +48,7 @@ func ParametersOf(view *api.View) Parameters {
 	}
 }
 
-// Without returns the parameters of p that o does not have.
+// Without returns those parameters of p that are not in o.
 func (p Parameters) Without(o Parameters) Parameters {
 	return Parameters{
 		p.Algorithm && !o.Algorithm, p.Weights && !o.Weights, p.Resets && !o.Resets, p.NodePortSources && !o.NodePortSources,

@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// weighed returns the state of a service with an endpoint for each weight. The weight -1
-// stands for zero.
+// weighed returns the state of a service with one endpoint for each given weight. The
+// value -1 stands for the weight zero.
 func weighed(svc *api.Service, weights ...int32) *api.ServiceState {
 	slice := &api.EndpointSlice{
 		Namespace: svc.Namespace, Name: "s", ServiceName: svc.Name, Family: api.IPv4,
@@ -139,8 +139,8 @@ func TestParametersAreExplained(t *testing.T) {
 	}
 }
 
-// Services and endpoints are the most numerous objects in memory. The sizes are those of
-// 64-bit machines without traffic parameters.
+// Services and endpoints are the most numerous objects in memory. The expected sizes are
+// the sizes on 64-bit machines, without traffic parameters.
 func TestParametersNeedNoMemory(t *testing.T) {
 	for name, sizes := range map[string][2]uintptr{
 		"Service":       {unsafe.Sizeof(api.Service{}), 416},

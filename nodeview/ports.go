@@ -45,8 +45,8 @@ type portNumber struct {
 }
 
 // next returns the reason why a port can have no frontends, and the reason why it can have
-// no frontend at its node port. A reason is 0 if the port can have them. Call next with
-// each port of the service, in their order.
+// no frontend at its node port. If the frontends are possible, the reason is 0. Call next
+// with each port of the service, in their order.
 func (c *portCheck) next(p *api.PortMapping) (all, nodePort fault) {
 	if all = c.portFault(p); all != 0 {
 		return all, all
@@ -54,10 +54,10 @@ func (c *portCheck) next(p *api.PortMapping) (all, nodePort fault) {
 	return 0, c.nodePortFault(p)
 }
 
-// portFault returns the reason why p can have no frontend, or 0 if it can have one. A port
-// is identified by number and protocol: TCP 53 and UDP 53 are two ports. The API server
-// rejects services in which two ports have the same identity or name. Other sources may
-// have such services; only the first of the two ports counts.
+// portFault returns the reason why the port p can have no frontend, or 0 if a frontend is
+// possible. A port is identified by number and protocol: TCP 53 and UDP 53 are two ports.
+// The API server rejects services in which two ports have the same identity or name. Other
+// sources may have such services. Then only the first of the two ports counts.
 func (c *portCheck) portFault(p *api.PortMapping) fault {
 	newPort := c.ports.Add(portNumber{p.Protocol, p.Port})
 	newName := c.names.Add(overrideName(p))
@@ -72,8 +72,8 @@ func (c *portCheck) portFault(p *api.PortMapping) fault {
 	return 0
 }
 
-// nodePortFault returns why p can have no frontend at its node port, or 0 if it can have
-// one. Call it only if portFault returned 0 for p.
+// nodePortFault returns the reason why p can have no frontend at its node port, or 0 if
+// this frontend is possible. Call it only if portFault returned 0 for p.
 func (c *portCheck) nodePortFault(p *api.PortMapping) fault {
 	if p.NodePort != 0 && !c.nodePorts.Add(portNumber{p.Protocol, p.NodePort}) {
 		return duplicatePort
@@ -122,9 +122,9 @@ func slicePorts(slice *api.EndpointSlice, ports int) map[slicePort]int32 {
 }
 
 // targetPort returns the number of the slice's port that has the name and protocol of p.
-// It returns 0 if there is no such port or the port has no number. Another slice of the
-// service may have another number for the same name. The argument numbers is the result of
-// slicePorts.
+// If there is no such port, or if it has no number, targetPort returns 0. Another slice of
+// the service may have another number for the same name. The argument numbers is the
+// result of slicePorts.
 func targetPort(slice *api.EndpointSlice, numbers map[slicePort]int32, p *api.PortMapping) int32 {
 	if p == nil {
 		return anyPort

@@ -14,7 +14,7 @@ const (
 	inForZone
 	inHere
 	inTerminating
-	outNotReady // this constant and all later ones mean: not on the list
+	outNotReady // this constant and all later constants mean: not on the list
 	outOthersReady
 	outOtherNodes
 	outOtherZones

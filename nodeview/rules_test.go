@@ -8,11 +8,11 @@ type rule struct {
 	begins string
 	// functions are the functions and types that implement the rule. The first one makes
 	// the decision. A name without a package is in this package. If each backend
-	// implements the rule, they are those of backends/nftables. Differences from
+	// implements the rule, these are the functions of backends/nftables. Differences from
 	// kube-proxy have no functions.
 	functions string
-	// tests are the tests of the rule, in the form "package.Test/case". For a case of
-	// the conformance kit, they have the form "conformance/CASE".
+	// tests are the tests of the rule, in the form "package.Test/case". A case of the
+	// conformance kit has the form "conformance/CASE".
 	tests []string
 }
 

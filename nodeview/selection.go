@@ -15,7 +15,7 @@ import (
 // selection is the state of one call of View: every candidate for every port.
 type selection struct {
 	slices []*api.EndpointSlice
-	// The service's ports that can have a frontend, or one nil element: see servedPorts.
+	// The service's ports that can have a frontend, or one nil element. See servedPorts.
 	ports []*api.PortMapping
 	// targets[s*len(ports)+p] is the target port number of ports[p] in slices[s], or 0 if
 	// slices[s] does not serve the port. overrides[s] are the PortOverrides of slices[s].
@@ -52,8 +52,8 @@ func (c *selection) target(p, candidate int) int32 {
 	return c.targets[int(c.candidates[candidate].slice)*len(c.ports)+p]
 }
 
-// gather appends to buf the endpoints that serve at least one port and whose address is
-// of a served family.
+// gather appends endpoints to buf. An endpoint must serve at least one port, and its
+// address must be of a served family.
 func (c *selection) gather(buf []candidate, served []api.Family, tr *trace) []candidate {
 	for s, slice := range c.slices {
 		offers := c.targets[s*len(c.ports):][:len(c.ports)]
@@ -108,7 +108,7 @@ func (c *selection) dropUnserved() {
 // If several candidates for a port have the same address and target port, dropDuplicates
 // keeps only the preferred candidate. Such duplicates occur while a pod moves between
 // EndpointSlices, or when an address is reused. Two EndpointSlices may list one address
-// with different ports; therefore each port is decided separately.
+// with different ports, so dropDuplicates decides each port separately.
 func (c *selection) dropDuplicates() {
 	var best map[int32]int // target port → candidate
 	for lo, hi := 0, 0; lo < len(c.candidates); lo = hi {

@@ -17,7 +17,8 @@ import (
 
 // TestEveryRuleHasItsTest compares docs/reference/semantics.md with the list of rules, and this
 // list with the code. Each item of a list in the page, and each row of the table of
-// differences, is a rule. It must be in the list of rules, with a function and a test that exist.
+// differences, is a rule. It must be in the list of rules, and must have an existing function and
+// an existing test.
 func TestEveryRuleHasItsTest(t *testing.T) {
 	code := readCode(t, "..")
 	page, err := os.ReadFile("../docs/reference/semantics.md")

@@ -21,14 +21,15 @@ type Sources struct {
 	// Own are the service's load-balancer addresses of the frontend's family. If a range
 	// contains an address of this node, the addresses in Own are also admitted as sources.
 	// If an interface of the node has an address in Own, the node's packets to this address
-	// have the same address as their source.
+	// have this address also as their source.
 	Own []netip.Addr `json:",omitempty"`
 }
 
-// sourcesByAddress returns the sources that the service admits to its frontends, at each
-// address for which svc.SourceRanges has ranges. Only sources in these ranges are admitted.
-// If all ranges for an address are of the other family, no source is admitted. The range
-// /0 admits all sources of its family. The addresses 0.0.0.0 and :: stand for node ports.
+// sourcesByAddress returns the sources that the service admits to its frontends. The keys
+// are the addresses for which svc.SourceRanges has ranges. Only sources in these ranges are
+// admitted. If all ranges for an address are of the other family, no source is admitted.
+// The range /0 admits all sources of its family. The addresses 0.0.0.0 and :: stand for
+// node ports.
 //
 // Addresses of one element of svc.SourceRanges share their lists of ranges, because a
 // service may have many addresses and many ranges.
@@ -66,7 +67,7 @@ func sourcesByAddress(svc *api.Service) map[netip.Addr]Sources {
 	return sources
 }
 
-// anyAddr returns the unspecified address of a family, which no frontend has.
+// anyAddr returns the unspecified address of a family. No frontend has this address.
 func anyAddr(family api.Family) netip.Addr {
 	if family == api.IPv4 {
 		return netip.IPv4Unspecified()
@@ -74,8 +75,8 @@ func anyAddr(family api.Family) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// rangesOf returns the prefixes of a family. It copies them only if prefixes of the other
-// family are between them.
+// rangesOf returns the prefixes of a family. It copies the prefixes only if prefixes of
+// the other family are between them.
 func rangesOf(prefixes []netip.Prefix, family api.Family) []netip.Prefix {
 	isOf := func(p netip.Prefix) bool { return p.Addr().Is4() == (family == api.IPv4) }
 	begin := slices.IndexFunc(prefixes, isOf)

@@ -133,8 +133,8 @@ func TestSources(t *testing.T) {
 	}
 }
 
-// TestFrontendsDoNotCopySourceRanges checks that a service may have many source ranges
-// without a cost for each computation of its frontends.
+// TestFrontendsDoNotCopySourceRanges checks that the cost of computing a service's
+// frontends does not depend on the number of its source ranges.
 func TestFrontendsDoNotCopySourceRanges(t *testing.T) {
 	svc := service(dualStack, loadBalancerIPs("203.0.113.1", "2001:db8::1"))
 	sourceRangesFor("10.0.0.0/8", "172.16.0.0/12", "fd00::/8")(svc)

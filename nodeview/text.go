@@ -70,7 +70,7 @@ func (e *Explanation) head(b *strings.Builder) {
 	}
 }
 
-var policyNames = map[bool]string{false: "Cluster", true: "Local"} // the key is true if the policy is Local
+var policyNames = map[bool]string{false: "Cluster", true: "Local"} // the key true means that the policy is Local
 
 func (l *listReport) text(b *strings.Builder) {
 	fmt.Fprintf(b, "\n%s, %s: ", portText(l.Port), l.Family)
@@ -120,7 +120,7 @@ func (e *endpointReport) text(b *strings.Builder) {
 	}
 }
 
-// why describes a reason with the facts of this endpoint.
+// why returns a text about a reason, with the facts of this endpoint.
 func (e *endpointReport) why(r reason) string {
 	switch {
 	case r == outDuplicate:

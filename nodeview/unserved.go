@@ -25,8 +25,8 @@ const (
 	unknownProtocol
 	// noPortNumber: the port has no number, or the service has no ports.
 	noPortNumber
-	// duplicatePort: an earlier port of the service has the same name, the same protocol and
-	// number, or the same protocol and node port.
+	// duplicatePort: an earlier port of the service has the same name, or the same protocol
+	// and number, or the same protocol and node port.
 	duplicatePort
 	// lostClaim: another service owns the address, protocol and port.
 	lostClaim
@@ -47,11 +47,12 @@ func (f fault) String() string { return text(faultTexts[:], f) }
 // service does not get it.
 type namedFrontend struct {
 	FrontendKey
-	// ServicePort is the frontend's service port. It is nil if all ports are meant.
+	// ServicePort is the frontend's service port. It is nil if the frontend is for all
+	// ports.
 	ServicePort *api.PortMapping `json:",omitempty"`
 	Fault       fault
-	// If Fault is lostClaim, Winner is the service that owns the address, protocol and port,
-	// if it is known.
+	// If Fault is lostClaim, Winner is the service that owns the address, protocol and port.
+	// It may be unknown.
 	Winner types.NamespacedName `json:",omitzero"`
 }
 
@@ -63,9 +64,9 @@ func (u *namedFrontend) why() string {
 	return u.Fault.String()
 }
 
-// Unserved yields the frontends that the object of the service defines, but that
-// [Frontends] omits, each with the reason. Both functions use the same order. A program can
-// log these frontends. If view is nil, there are none.
+// Unserved yields those frontends of a service's object that [Frontends] omits, each with
+// the reason. Both functions use the same order. A program can log these frontends. If view
+// is nil, there are none.
 func Unserved(view *api.View) iter.Seq2[FrontendKey, string] {
 	return func(yield func(FrontendKey, string) bool) {
 		for _, u := range unserved(view) {
@@ -85,13 +86,13 @@ func unserved(view *api.View) (all []namedFrontend) {
 	return all
 }
 
-// namedFrontends yields each frontend that the object of the service defines, once. A
-// frontend that is served has Fault 0. If view is nil, there are none.
+// namedFrontends yields each frontend of a service's object once. A served frontend has
+// Fault 0. If view is nil, there are no frontends.
 func namedFrontends(view *api.View) iter.Seq[namedFrontend] { return allNamed(view, newNamer) }
 
-// namedClasses yields a frontend without an address for each kind, port and family for
-// which namedFrontends yields a frontend. Its fault is the one that all these frontends
-// have.
+// namedClasses yields classes: frontends without an address. There is one class for each
+// kind, port and family of the frontends that namedFrontends yields. If a class has a
+// fault, all frontends of the class have the same fault.
 func namedClasses(view *api.View) iter.Seq[namedFrontend] { return allNamed(view, newClassNamer) }
 
 func allNamed(view *api.View, newNamer func(*api.View) namer) iter.Seq[namedFrontend] {
@@ -151,8 +152,8 @@ func newNamer(view *api.View) namer {
 	return n
 }
 
-// newClassNamer returns a namer with the zero address in place of the addresses of each kind
-// and family.
+// newClassNamer returns a namer for classes: for each kind and family, the zero address
+// replaces the addresses.
 func newClassNamer(view *api.View) namer {
 	n := namer{served: view.Service.Families()}
 	for i, set := range elements.Sets(view.Service) {
@@ -176,8 +177,9 @@ func (n *namer) list(i int, a netip.Addr) *[]netip.Addr {
 	return &n.addrs[1][i]
 }
 
-// portFrontends yields the frontends of one port. If the port cannot have frontends,
-// all says why. If the node port cannot have a frontend, nodePort says why.
+// portFrontends yields the frontends of one port. If the port cannot have frontends, the
+// argument all says why. If the node port cannot have a frontend, the argument nodePort
+// says why.
 func (n *namer) portFrontends(port *api.PortMapping, all, nodePort fault, yield func(namedFrontend) bool) bool {
 	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		s := namedFrontend{FrontendKey: FrontendKey{Family: family}, ServicePort: port}

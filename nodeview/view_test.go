@@ -674,8 +674,8 @@ func TestFamilies(t *testing.T) {
 	}})
 }
 
-// A feed computes many views, so View should allocate little: only the view, its
-// endpoints, their addresses and their ports.
+// A feed computes many views. So View should allocate only the view, its endpoints, and
+// the addresses and ports of the endpoints.
 func TestViewAllocatesOnlyItsResult(t *testing.T) {
 	s := benchState(10)
 	if got := testing.AllocsPerRun(100, func() { View(s, thisNode) }); got > 4 {
@@ -683,12 +683,12 @@ func TestViewAllocatesOnlyItsResult(t *testing.T) {
 	}
 }
 
-// TestManyEndpoints has so many endpoints, ports and lost claims that View does not use
-// linear searches, and that its buffers are too small.
+// TestManyEndpoints has many endpoints, ports and lost claims. With so many, View does
+// not use linear searches, and its buffers are too small.
 func TestManyEndpoints(t *testing.T) {
 	const endpoints, ports = 40, 80
 	state := manyPorts(ports, endpoints)
-	slices.Reverse(state.Service.Ports) // sorting must not depend on their order
+	slices.Reverse(state.Service.Ports) // the result must not depend on the order of the ports
 	view := View(state, nil)
 	if len(view.Endpoints) != endpoints || view.Draining != nil {
 		t.Errorf("%d endpoints, draining %v", len(view.Endpoints), view.Draining)

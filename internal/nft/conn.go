@@ -16,8 +16,8 @@ import (
 // ErrNoTables means that the kernel cannot have tables.
 var ErrNoTables = errors.New("the kernel lacks nf_tables (module nf_tables)")
 
-// If err is the answer of a kernel without nf_tables, Explain returns an error that wraps
-// ErrNoTables.
+// Explain returns an error that wraps ErrNoTables if err is the answer of a kernel
+// without nf_tables.
 func Explain(err error) error {
 	if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT) {
 		return fmt.Errorf("%w: %w", ErrNoTables, err)

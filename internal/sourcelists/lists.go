@@ -284,14 +284,14 @@ func (l *Lists) add(ranges Ranges) *sharedList {
 	return list
 }
 
-// After unindex, services no longer find the list by its ranges.
+// unindex makes the list unavailable to services that search for its ranges.
 func (l *Lists) unindex(list *sharedList) {
 	if l.byRanges[list.ranges] == list {
 		delete(l.byRanges, list.ranges)
 	}
 }
 
-// After index, services find the list by these ranges.
+// index makes the list available to services that search for these ranges.
 func (l *Lists) index(list *sharedList) {
 	if l.byRanges[list.ranges] == nil {
 		l.byRanges[list.ranges] = list

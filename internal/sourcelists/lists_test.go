@@ -197,8 +197,8 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// TestListsFollowServices makes random changes of services, of which some fail. Each
-// service must have its ranges at each time, and finally nothing may be left.
+// TestListsFollowServices changes services at random. Some of the changes fail. Each
+// service must have its ranges at each time, and finally no range may be left.
 func TestListsFollowServices(t *testing.T) {
 	pool := prefixes("10.0.0.0/8 10.0.0.0/9 10.128.0.0/9 10.1.0.0/16 10.1.0.0/24 192.0.2.0/24 192.0.2.1/32 128.0.0.0/1 ::/1 fd00::/8 fd00::/64 fd00::1/128 2001:db8::/32")
 	for seed := range uint64(20) {
@@ -268,8 +268,8 @@ func TestListsFollowServices(t *testing.T) {
 	}
 }
 
-// TestAListEndsWithItsFrontends lets a service lose its frontend at an address with source
-// ranges to another service, and get it back.
+// TestAListEndsWithItsFrontends uses a frontend with source ranges. The service loses this
+// frontend to another service, and gets it back.
 func TestAListEndsWithItsFrontends(t *testing.T) {
 	l := New(nil)
 	view := viewOf("a", prefixes("192.0.2.0/24 2001:db8::/64"))
@@ -305,8 +305,8 @@ func TestAListEndsWithItsFrontends(t *testing.T) {
 	check(0, true)
 }
 
-// TestAListIsWrittenAfterAnError checks that a list that the kernel lacks because of an error
-// is written when the service is delivered again.
+// TestAListIsWrittenAfterAnError checks that a list is written after an error. If the kernel
+// lacks the list because of the error, the next delivery of the service writes it.
 func TestAListIsWrittenAfterAnError(t *testing.T) {
 	l := New(nil)
 	view := viewOf("web", prefixes("192.0.2.0/24"))
@@ -327,7 +327,7 @@ func TestAListIsWrittenAfterAnError(t *testing.T) {
 	}
 }
 
-// TestAChangeOfARangeWritesOneElement checks the number of elements that changes write.
+// TestAChangeOfARangeWritesOneElement checks how many elements each change writes.
 func TestAChangeOfARangeWritesOneElement(t *testing.T) {
 	var many []netip.Prefix
 	for i := range 3000 {
@@ -353,7 +353,7 @@ func TestAChangeOfARangeWritesOneElement(t *testing.T) {
 	sync(0, viewOf("c", many))
 	sync(2999, viewOf("a", many[1:])) // the other services keep the list
 	sync(1, viewOf("a", many[2:]))    // this list belongs to one service
-	sync(2998, viewOf("a", many))     // the common list, instead of the own one
+	sync(2998, viewOf("a", many))     // the service uses the common list instead of its own list
 	sync(0, viewOf("b", nil))
 	sync(0, viewOf("c", nil))
 	sync(2, viewOf("a", append(slices.Clone(many[1:]), netip.MustParsePrefix("192.0.2.0/24"))))

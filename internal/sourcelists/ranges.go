@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/internal/nft"
 )
 
-// Ranges are source ranges of one family. Two values with the same ranges are equal, in
-// whatever order the ranges were given.
+// Ranges are source ranges of one family. Two values with the same ranges are equal. The
+// order of the arguments of NewRanges does not matter.
 type Ranges struct {
 	family api.Family
 	// records has the ranges, sorted. A record is the first address of a range, followed by
@@ -54,12 +54,12 @@ func (r Ranges) at(i int) netip.Prefix {
 	return netip.PrefixFrom(addr, int(record[len(record)-1]))
 }
 
-// slice returns the ranges from the index i to the index j, without that at j.
+// slice returns the ranges from the index i up to, but not including, the index j.
 func (r Ranges) slice(i, j int) Ranges {
 	return Ranges{r.family, r.records[i*recordLen(r.family) : j*recordLen(r.family)]}
 }
 
-// difference returns the ranges that only a has, and those that only b has.
+// difference returns the ranges that are only in a, and the ranges that are only in b.
 func difference(a, b Ranges) (onlyA, onlyB []netip.Prefix) {
 	i, j := 0, 0
 	for i < a.Len() || j < b.Len() {
@@ -85,7 +85,8 @@ func difference(a, b Ranges) (onlyA, onlyB []netip.Prefix) {
 	return onlyA, onlyB
 }
 
-// overlap reports whether a range of a overlaps a range of b. Both are sorted.
+// overlap reports whether a range in the list a overlaps a range in the list b. Both
+// lists are sorted.
 func overlap(a, b []netip.Prefix) bool {
 	for len(a) > 0 && len(b) > 0 {
 		if a[0].Overlaps(b[0]) {

@@ -20,7 +20,8 @@ func setName(family api.Family) string { return fmt.Sprintf("sources%d", family)
 // chainName returns the name of the chain that looks up the ranges of a family.
 func chainName(family api.Family) string { return setName(family) }
 
-// Counts counts ranges of the kernel by family and prefix length. It has no zero counts.
+// Counts has the number of ranges in the kernel by family and prefix length. It has no
+// entry for zero ranges.
 type Counts map[familyLength]int
 
 type familyLength struct {
@@ -37,9 +38,10 @@ func (c Counts) Add(family api.Family, key []byte, n int) {
 	}
 }
 
-// Chains returns the chains that admit a packet if its priority is the number of a list that
-// has the source of the packet. Each rule looks for ranges of one length. If a chain lacks
-// the rule of a length, it admits no packet by a range of this length.
+// Chains returns the chains that admit packets by source. They admit a packet if its
+// priority is the number of a list, and this list has the packet's source. Each rule looks
+// for ranges of one length. If a chain lacks the rule of a length, it admits no packet by a
+// range of this length.
 func (c Counts) Chains() (chains nft.Chains) {
 	for _, family := range nft.Families {
 		var rules []nft.Rule
@@ -58,7 +60,8 @@ func (c Counts) Chains() (chains nft.Chains) {
 	return chains
 }
 
-// Changed returns the chains for the counts after a change that differ from those before it.
+// Changed returns the new chains that differ from the old ones. The arguments are the counts
+// before and after a change.
 func Changed(before, after Counts) nft.Chains {
 	if maps.EqualFunc(before, after, func(int, int) bool { return true }) {
 		return nil // the lengths are the same
@@ -75,18 +78,18 @@ func Restrict(family api.Family, key *nft.Key, m string) nft.Rule {
 	return key.Then(nft.Lookup(m) + nft.SetMeta(unix.NFT_META_PRIORITY) + nft.GoTo(admitChain(family)))
 }
 
-// admitChain returns the name of the chain that drops the packets that no range
-// admits.
+// admitChain returns the name of the chain that drops packets if no range admits them.
 func admitChain(family api.Family) string { return fmt.Sprintf("service-sources%d", family) }
 
 // AddChains adds chains that apply rules of Restrict to new connections. The table must also
 // have the chains of Counts.
 //
-// Source ranges must not depend on the nat chains of other programs. If one of them
-// translates a packet, the kernel skips the later ones. So chains of type filter apply
-// source ranges, before any translation.
+// Source ranges must not depend on the nat chains of other programs. If one of these
+// chains translates a packet, the kernel skips the later chains. So chains of type filter
+// apply source ranges, before any translation.
 func AddChains(chains *nft.Chains, restrict ...nft.Rule) {
-	// priority is before all chains of type nat, as in kube-proxy.
+	// With this priority, the chains come before all chains of type nat, as in
+	// kube-proxy.
 	const priority = -110
 	for _, family := range nft.Families {
 		chains.Add(admitChain(family), nft.Jump(chainName(family)), nft.Drop)

@@ -76,8 +76,8 @@ func complete() *statuspage.Handler {
 	}
 }
 
-// paths adds the paths of all values in v. It does not look into explanations,
-// failures and traffic, which have tables of their own.
+// paths adds the paths of all values in v. It skips the fields of explanations, failures
+// and traffic, because other tables describe them.
 func paths(to map[string]bool, path string, v any) {
 	switch v := v.(type) {
 	case map[string]any:
@@ -97,8 +97,9 @@ func paths(to map[string]bool, path string, v any) {
 	to[path] = true
 }
 
-// fields appends the rows of the fields of a struct of package report to a table, with
-// the names under prefix. It does not look into the types that have tables of their own.
+// fields appends rows for the fields of a struct of package report to a table. The names
+// of the fields begin with prefix. If a type has a table of its own, fields does not
+// append the type's fields.
 func fields(structs map[string]*ast.StructType, table, prefix, name string) string {
 	kinds := map[string]string{
 		"int": "number", "int64": "number", "uint64": "number", "float64": "number", "bool": "boolean",
@@ -134,8 +135,8 @@ func fields(structs map[string]*ast.StructType, table, prefix, name string) stri
 	return table
 }
 
-// tables returns the tables of docs/reference/json.md about the status page, by the
-// type that they describe.
+// tables returns the tables of docs/reference/json.md about the status page. The key of a
+// table is the type that it describes.
 func tables(t *testing.T) map[string]string {
 	t.Helper()
 	file, err := parser.ParseFile(token.NewFileSet(), "../report/report.go", nil, parser.ParseComments)
@@ -156,7 +157,8 @@ func tables(t *testing.T) map[string]string {
 }
 
 // TestJSONIsDocumented compares docs/reference/json.md with the comments of package report,
-// and these with the JSON that is served. This command writes the tables of the page:
+// and compares these comments with the JSON that the page serves. This command writes the
+// tables of the page:
 //
 //	go test ./internal/statuspage -run TestJSONIsDocumented -update
 func TestJSONIsDocumented(t *testing.T) {

@@ -21,8 +21,8 @@ import (
 //go:embed head.html
 var head string
 
-// page collects the HTML of a page. It does not use html/template, because with package
-// text/template the linker keeps all exported methods of a program.
+// page collects the HTML of a page. It does not use html/template. That package needs
+// text/template, with which the linker keeps all exported methods of a program.
 type page struct {
 	bytes.Buffer
 	now time.Time
@@ -31,7 +31,7 @@ type page struct {
 // markup is text that is HTML already.
 type markup string
 
-// add appends format. It escapes all arguments except numbers and markup.
+// add appends a formatted text. It escapes all arguments except numbers and markup.
 func (p *page) add(format string, args ...any) {
 	for i, arg := range args {
 		switch arg := arg.(type) {
@@ -78,7 +78,8 @@ func bad(text string) markup {
 	return markup(`<span class="bad">` + html.EscapeString(text) + "</span>")
 }
 
-// count returns a number, in the colour of errors unless it is 0.
+// count returns a number as text. Unless the number is 0, the text has the colour of
+// errors.
 func count(n int) markup {
 	if n > 0 {
 		return bad(fmt.Sprint(n))
@@ -86,8 +87,8 @@ func count(n int) markup {
 	return "0"
 }
 
-// link returns a link to the page with the given query, a list of alternating keys and
-// values. It omits keys whose value is "".
+// link returns a link to the page with the given query. The query is a list of
+// alternating keys and values. It omits keys whose value is "".
 func link(text string, query ...string) markup {
 	values := url.Values{}
 	for i := 0; i < len(query); i += 2 {
@@ -111,7 +112,8 @@ func brief(n int, text string) string {
 // join returns the elements of list as one text, cut to 120 characters.
 func join(list []string) string { return brief(120, strings.Join(list, ", ")) }
 
-// pageOf returns the page of a report. The text match has selected the services.
+// pageOf returns the page of a report. The argument match is the text that has selected
+// the services.
 func pageOf(r *report.Report, match string) []byte {
 	heading := "kpng"
 	if r.Node != "" {
@@ -292,7 +294,7 @@ func (p *page) services(r *report.Report, match string) {
 
 var trafficColumns = []string{"port", "connections", "active", "bytes from clients", "bytes to clients"}
 
-// traffic ends a row of a table with the trafficColumns.
+// traffic adds the trafficColumns, and ends the row of the table.
 func (p *page) traffic(t *report.Traffic) {
 	for _, cell := range t.Row() {
 		p.add("<td>%s", cell)

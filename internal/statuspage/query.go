@@ -19,7 +19,7 @@ const maxServices = 1000
 // query has the parameters of a request.
 type query struct {
 	json        bool
-	about       explain.Question // about one service, or about all
+	about       explain.Question // the question is about one service or about all
 	after       types.NamespacedName
 	node, match string
 	limit       int

@@ -40,9 +40,9 @@ type present struct {
 	err      error             // of the source
 	snapshot *cluster.Snapshot // nil if the program has only views
 	commits  commits
-	update   *updates.Update // nil if the program has a state, or no views yet
+	update   *updates.Update // nil if the program has a state, or has no views yet
 	node     *api.Node
-	isOwn    bool                            // node is the Node object
+	isOwn    bool                            // true if the field node is a real Node object
 	refused  map[types.NamespacedName]string // the reasons
 }
 
@@ -66,8 +66,8 @@ func (h *Handler) present(nodeName string) present {
 	return p
 }
 
-// viewsAfter yields the node's view of all services after key. A view is computed when
-// the caller calls the function of its service.
+// viewsAfter yields all services after key, each with a function that computes the node's
+// view of the service.
 func (p *present) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, func() *api.View] {
 	return func(yield func(types.NamespacedName, func() *api.View) bool) {
 		switch {
@@ -152,8 +152,8 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 	return r
 }
 
-// misnamed reports that there are Node objects, but not that of the program's node. The name
-// may be wrong. If there are no Node objects, the report of the health decides.
+// misnamed reports that Node objects exist, but no Node object of the program's node. The
+// node's name may be wrong. If there are no Node objects, the health report decides.
 func (p *present) misnamed() bool {
 	return p.synced && p.snapshot != nil && p.node.Name != "" && !p.isOwn && p.snapshot.Nodes.Len() > 0
 }
@@ -285,8 +285,8 @@ func (h *Handler) clients(p *present, now time.Time) *report.Clients {
 	return c
 }
 
-// Behind returns the number of streams that do not have all changes, and the age in seconds
-// of the oldest change that a stream lacks.
+// Behind returns the number of streams that lack changes. It also returns the age in
+// seconds of the oldest change that any stream lacks.
 func (h *Handler) Behind() (streams int, seconds float64) {
 	p := h.present(h.NodeName)
 	c := h.clients(&p, time.Now())
@@ -318,8 +318,8 @@ func statesOf(s *cluster.Snapshot) *revstore.Snapshot[types.NamespacedName, *api
 type commits []revstore.Commit
 
 // timeOf returns the time of the commit that made the change with this revision. If that
-// commit is older than all in the list, known is false and at is the time of the oldest
-// commit in the list.
+// commit is older than all commits in the list, known is false and the result at is the
+// time of the oldest commit in the list.
 func (c commits) timeOf(revision uint64) (at time.Time, known bool) {
 	i := sort.Search(len(c), func(i int) bool { return c[i].Last >= revision })
 	if i == len(c) {
@@ -355,7 +355,7 @@ func (h *Handler) service(ctx context.Context, q query) *report.ServiceReport {
 		}
 	}
 	if s.Explanation == nil && p.snapshot != nil {
-		if state, ok := p.snapshot.States.Get(key); ok { // only slices: the page lists their changes
+		if state, ok := p.snapshot.States.Get(key); ok { // the service has only EndpointSlices; the page lists their changes
 			s.Explanation = nodeview.Explain(state, p.node)
 			s.Text = s.Explanation.String()
 		}
@@ -392,8 +392,8 @@ func newService(name string, view *api.View, failing, refused bool) report.Servi
 	return s
 }
 
-// maxListed is the maximum number of addresses, of ports, and of ports with traffic that a
-// report lists for a service. A report has many services.
+// maxListed limits the addresses, the ports, and the ports with traffic that a report
+// lists for each service. A report has many services.
 const maxListed = 100
 
 // firstOf returns the texts of the first elements of list, and the number of further

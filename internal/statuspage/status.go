@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package statuspage implements package status, with more fields for the commands of
-// kpng. If the program has no node, the query may also have node=NAME. Then the
-// response explains the view of this node.
+// kpng. If the program has no node, a query may contain node=NAME. Then the response
+// explains the view of this node.
 package statuspage
 
 import (
@@ -25,14 +25,14 @@ type Handler struct {
 	Program string
 	// Source describes where the program gets the state of the cluster.
 	Source string
-	// NodeName is the node whose view of services the page shows. It is empty for a
-	// server of many nodes. Then the page shows the view of a node without endpoints, and
-	// the reader may select a node for explanations.
+	// NodeName is the name of the node whose view of services the page shows. For a
+	// server of many nodes, it is empty. Then the page shows the view of a node without
+	// endpoints, and the reader may select a node for explanations.
 	NodeName string
 	// State is the state of the cluster.
 	State *cluster.State
-	// Client is a *remote.Client, if State is nil. It has only views, and no reasons for
-	// them.
+	// Client is a *remote.Client, if State is nil. A client has only views, without the
+	// reasons for them.
 	Client interface {
 		Source() sink.Source
 		Stale() bool
@@ -81,14 +81,14 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	write(w, q, code, s, func() []byte { return servicePage(s, q.node, h.NodeName == "" && h.State != nil) })
 }
 
-// SourceState reports whether the source has delivered the whole state once, whether it
-// lost its connection long ago, and how many services are refused.
+// SourceState returns three facts about the source: whether it has delivered the whole
+// state once, whether it lost its connection long ago, and how many services are refused.
 func (h *Handler) SourceState() (synced, stale bool, refused int) {
 	p := h.present(h.NodeName)
 	return p.synced, p.stale, len(p.refused)
 }
 
-// write writes a report as JSON, or its page.
+// write writes a report, either as JSON or as a page.
 func write(w http.ResponseWriter, q query, code int, report any, page func() []byte) {
 	contentType, body := "text/html; charset=utf-8", []byte(nil)
 	if q.json {

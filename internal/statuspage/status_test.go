@@ -144,7 +144,7 @@ func TestReportOfProxy(t *testing.T) {
 		}
 		changes = append(changes, fmt.Sprint(c.Service, " ", c.Deleted))
 	}
-	// The slice of the deleted service remains.
+	// The deleted service still has an EndpointSlice.
 	if got, want := strings.Join(changes, ", "), "default/web-00001 false, default/web-00000 false, default/web-00002 false"; got != want {
 		t.Errorf("changes %s, want %s", got, want)
 	}
@@ -511,7 +511,8 @@ func TestServicesArePaged(t *testing.T) {
 	}
 }
 
-// A service of which only EndpointSlices are known is among the changes, so it has a page.
+// If only EndpointSlices of a service are known, the service is nevertheless among the
+// changes. So it has a page.
 func TestServiceWithSlicesOnly(t *testing.T) {
 	state := newState(1, 1)
 	state.Update(func(tx *cluster.Tx) {

@@ -14,18 +14,21 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// maxTrafficAge limits how long the pages of a list use the traffic that an earlier page read.
+// maxTrafficAge is the maximum age of traffic that one page of a list has read and later pages
+// use.
 const maxTrafficAge = 10 * time.Second
 
-// pageTraffic is the traffic of all services by service port, for the next pages of a list.
+// pageTraffic is the traffic of all services by service port. The next pages of a list use
+// it.
 type pageTraffic struct {
 	sync.Mutex
 	read     time.Time
 	services map[types.NamespacedName][]report.Traffic
 }
 
-// trafficOfPage returns the traffic of all services by service port. Only the first page of
-// a list always reads the dataplane, because that takes long with many services.
+// trafficOfPage returns the traffic of all services by service port. The first page of a
+// list reads the dataplane. Other pages usually do not, because reading takes long with
+// many services.
 func (h *Handler) trafficOfPage(ctx context.Context, isFirst, isLast bool) (map[types.NamespacedName][]report.Traffic, error) {
 	h.pages.Lock()
 	defer h.pages.Unlock()
@@ -44,7 +47,8 @@ func (h *Handler) trafficOfPage(ctx context.Context, isFirst, isLast bool) (map[
 	return all, nil
 }
 
-// TrafficOf returns the field Handler.Traffic of a program with this counter.
+// TrafficOf returns a function for the field Handler.Traffic. The function reads this
+// counter.
 func TrafficOf(c backends.Counter) func(context.Context, func(types.NamespacedName, report.Traffic) bool) error {
 	return func(ctx context.Context, yield func(types.NamespacedName, report.Traffic) bool) error {
 		return c.Stats(ctx, func(s backends.Stats) bool {

@@ -42,14 +42,14 @@ var Forwarding = []Setting{
 	{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
 }
 
-// StrictARP has the settings with which the node does not answer ARP requests for
-// addresses of services on another interface.
+// StrictARP has settings for ARP. With them, the node does not answer ARP requests for
+// addresses of services if the addresses are on another interface.
 var StrictARP = []Setting{
 	{Name: "net.ipv4.conf.all.arp_ignore", Value: 1, Reason: "the node does not answer ARP requests for addresses of services"},
 	{Name: "net.ipv4.conf.all.arp_announce", Value: 2, Reason: "the node does not announce addresses of services by ARP"},
 }
 
-// IPVS has the settings of IPVS. The kernel has them while the module ip_vs is loaded.
+// IPVS has the settings of IPVS. They exist while the module ip_vs is loaded.
 var IPVS = []Setting{
 	{Name: "net.ipv4.vs.conntrack", Value: 1, Reason: "connections through IPVS can be masqueraded"},
 	{Name: "net.ipv4.vs.conn_reuse_mode", Value: 1, Reason: "a client that uses a port again gets a new endpoint"},
@@ -76,7 +76,7 @@ func (r Root) Read(name string) (int, error) {
 
 // Apply compares settings with the kernel's values. If set is true, it corrects wrong
 // values and logs the result; otherwise it only logs wrong values. It ignores settings
-// that the kernel does not have, such as those of IPv6 where IPv6 is turned off. It
+// that the kernel does not have, for example settings of IPv6 if IPv6 is turned off. It
 // returns the names of the settings that still have wrong values.
 func (r Root) Apply(ctx context.Context, settings []Setting, set bool) (wrong []string) {
 	for _, s := range settings {

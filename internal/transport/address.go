@@ -51,8 +51,8 @@ func (a Address) host() string {
 	return host
 }
 
-// CheckPlaintext returns an error if other machines can reach a listener at the address
-// a. Such a listener should use TLS.
+// CheckPlaintext returns an error if other machines can reach a listener at this address.
+// Such a listener should use TLS.
 func CheckPlaintext(a net.Addr) error { return Address{a.Network(), a.String()}.checkPlaintext() }
 
 func (a Address) checkPlaintext() error {

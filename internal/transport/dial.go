@@ -70,8 +70,8 @@ func (d *Dialer) parse(s string) (Address, error) {
 	return a, nil
 }
 
-// firstMessage is the time limit for each message of a server's first answer. A server
-// that has not yet read the cluster's state sends nothing and exceeds this limit.
+// firstMessage is the time limit for each message of a server's first answer. If a server
+// has not yet read the cluster's state, it sends nothing and exceeds this limit.
 const firstMessage = 15 * time.Second
 
 var (
@@ -79,15 +79,16 @@ var (
 	errStale  = errors.New("the server's state is stale; another address may have newer state")
 )
 
-// Stay connects to a server and calls useConn with the connection. Whenever useConn
-// returns, Stay connects again and calls useConn again. When ctx ends, Stay returns the
-// cause of ctx.
+// Stay connects to a server and calls the function useConn with the connection. Whenever
+// useConn returns, Stay connects again and calls useConn again. When ctx ends, Stay
+// returns the cause of ctx.
 //
-// useConn must call heard after each message. The argument complete says whether the
-// message ends an answer. The argument stale says whether the server has lost its own
-// source. If heard returns an error, useConn has to drop the answer and return that error.
-// The backoff is reset when a connection with a complete answer has lasted for MaxBackoff.
-// So a server that answers and then closes the connection causes few connections.
+// The function useConn must call its argument heard after each message. The argument
+// complete of heard says whether the message ends an answer, and the argument stale says
+// whether the server has lost its own source. If heard returns an error, useConn has to
+// drop the answer and return that error. Stay resets the backoff when a connection with a
+// complete answer has lasted for MaxBackoff. So a server that answers and then closes the
+// connection causes few connections.
 //
 // If a server's first answer takes too long, Stay tries the next address. With a single
 // address and without FailFast, Stay waits without a time limit. If a server is stale,
@@ -159,7 +160,7 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 	}
 }
 
-// pause waits. If ctx ends before, it returns the cause.
+// pause waits for the given time. If ctx ends earlier, pause returns the cause.
 func pause(ctx context.Context, wait time.Duration) error {
 	select {
 	case <-time.After(wait):

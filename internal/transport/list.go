@@ -11,12 +11,12 @@ import (
 	"time"
 )
 
-// list is the list of servers that a dialer uses. It is in random order, so that clients
-// spread over servers, also after one of the servers has ended.
+// list is the list of servers that a dialer uses. The order is random, so that clients
+// spread over servers, even after one of the servers has ended.
 //
-// With Discover, the list is read only before a connection: at the start, when all
-// addresses have failed, and when the list is old. A permanent watch of the list would
-// cost the API server a stream for each client.
+// With Discover, the list is read only before a new connection, and only at the start,
+// after all addresses have failed, or if the list is old. A permanent watch of the list
+// would cost the API server a stream for each client.
 type list struct {
 	dialer    *Dialer
 	addresses []Address
@@ -26,8 +26,9 @@ type list struct {
 }
 
 const (
-	// listAge is the age at which the list is read again before the next connection. It is
-	// shorter than the lifetime of connections, so that all clients find new servers.
+	// If the list is older than listAge, it is read again before the next connection. This
+	// age is shorter than the lifetime of connections, so that all clients find new
+	// servers.
 	listAge = 10 * time.Minute
 	// listTimeout limits the time to read the list.
 	listTimeout = 10 * time.Second
@@ -53,8 +54,8 @@ func (l *list) take() Address {
 	return a
 }
 
-// refresh reads the list if necessary. It may replace the list and return an error for
-// invalid addresses. If it can read nothing, it keeps the list.
+// refresh reads the list if necessary. If some addresses are invalid, it may replace the
+// list and also return an error. If it can read no address, it keeps the list.
 func (l *list) refresh(ctx context.Context) error {
 	d := l.dialer
 	if d.opts.Discover == nil || len(l.addresses) > 0 && !l.outdated && time.Since(l.read) < listAge {

@@ -66,7 +66,7 @@ const privateDir = ".kpng-"
 
 // longestPath returns the length of the longest path that Listen uses for the socket.
 func longestPath(path string) int {
-	made := filepath.Join(filepath.Dir(path), privateDir+"4294967295", "s") // os.MkdirTemp adds at most this number
+	made := filepath.Join(filepath.Dir(path), privateDir+"4294967295", "s") // os.MkdirTemp appends at most this number to the name
 	return max(len(path), len(made))
 }
 
@@ -106,9 +106,9 @@ func checkStale(path string) error {
 	return nil
 }
 
-// isRefused reports whether err means that no process listens. 10061 is WSAECONNREFUSED
-// of Windows. Package syscall does not map it to ECONNREFUSED. Other systems do not use
-// 10061.
+// isRefused reports whether err means that no process listens. The number 10061 is
+// WSAECONNREFUSED of Windows. Package syscall does not map this number to ECONNREFUSED.
+// Other systems do not use 10061.
 func isRefused(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.Errno(10061))
 }

@@ -24,11 +24,12 @@ type Stats struct {
 	Views, Values uint64
 	// Bytes counts the bytes of sent messages, without framing and TLS.
 	Bytes uint64
-	// Refused counts the connections and streams that were refused because of a limit. At
-	// LastRefused, the last one was refused because of Refusal.
+	// Refused counts the connections and streams that were refused because of a limit.
+	// LastRefused is the time of the last refusal, and Refusal is its reason.
 	Refused     uint64
 	LastRefused time.Time
 	Refusal     string
-	// Stalled counts connections and streams that ended because the client read too slowly.
+	// Stalled counts the connections and streams that ended because their client read too
+	// slowly.
 	Stalled uint64
 }

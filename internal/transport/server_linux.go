@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// checkServer returns an error if another user than root and the user of this process
-// listens on a unix socket. Such a user could send false services.
+// checkServer returns an error unless the process that listens on a unix socket runs as
+// root or as the user of this process. Another user could send false services.
 func checkServer(conn net.Conn) error {
 	raw, err := conn.(*net.UnixConn).SyscallConn()
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 	"google.golang.org/grpc"
 )
 
-// A local user who was first to listen on a well-known path must not send services to
-// root.
+// A local user may be the first to listen on a well-known path. This user must not be
+// able to send services to root.
 func TestSocketOfAnotherUserIsRefused(t *testing.T) {
 	netnstest.NeedRoot(t)
 	if os.Geteuid() != 0 {

@@ -47,7 +47,7 @@ func (t TLS) Server(log logr.Logger) (*tls.Config, error) {
 	}, nil
 }
 
-// certFiles contains the parsed files and reads them again when they change.
+// certFiles contains the parsed files. It reads the files again when they change.
 type certFiles struct {
 	TLS
 	log logr.Logger

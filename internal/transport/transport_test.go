@@ -26,7 +26,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestParseAddress(t *testing.T) {
 	for _, test := range []struct {
-		in, want string // want is empty for an invalid address
+		in, want string // the string want is empty for an invalid address
 		exposed  bool
 	}{
 		{in: transport.DefaultAddress, want: "tcp://127.0.0.1:12090"},
@@ -310,11 +310,11 @@ func TestServerThatClosesConnectionsCausesBackoff(t *testing.T) {
 	}
 }
 
-// Servers come and go, and the list is not always readable.
+// Servers start and end, and the list is not always readable.
 func TestServersAreFound(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var (
-			mu        sync.Mutex // the test holds it, except while it waits
+			mu        sync.Mutex // the test holds the lock, except while it waits
 			found     []string
 			failed    error
 			lists     int
@@ -456,7 +456,7 @@ func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	}
 }
 
-// The first server accepts the connection and sends nothing. Any other server is good.
+// The first server accepts the connection, but sends nothing. All other servers are good.
 func TestSilentServerIsLeft(t *testing.T) {
 	for _, test := range []struct {
 		name      string

@@ -18,11 +18,11 @@ import (
 //
 // A source holds the reader's position: the state up to which the reader has called
 // Advance. It has no position at the start, after Reset, and when the position is too
-// old. Then the next update has the field Lost set.
+// old. In these cases, the field Lost of the next update is true.
 type Source interface {
 	// Changed returns a channel that is closed when the state may differ from the position.
 	// Until the source has synced for the first time, the channel stays open. If the source
-	// loses its server, it keeps its last state.
+	// loses the connection to its server, it keeps its last state.
 	Changed() <-chan struct{}
 	// Next returns the difference between the position and the present state, or nil if the
 	// source has not synced yet. It does not block and does not move the position. An update
@@ -55,14 +55,15 @@ type Update struct {
 	Lost bool
 	// Revision is the revision of the views in the update.
 	Revision uint64
-	// Changes contains each service whose view differs from the view at the position, in
-	// order of namespace and name, except those in Large.
+	// Changes contains each service whose view differs from the view at the position,
+	// except the services in Large. The order is by namespace and name.
 	Changes []Change
-	// Large contains services that may have changed, in order of namespace and name. Their
-	// views are not computed yet, because the size of one of them is LargeSize or more.
+	// Large contains services that may have changed, in order of namespace and name. The
+	// old and the new view of such a service are not computed yet, because the size of at
+	// least one of them is LargeSize or more.
 	Large []LargeChange
-	// Node is the Node object of this node, or nil if it is not known. NodeChanged reports
-	// that Node differs from the node at the position or that Lost is true.
+	// Node is the Node object of this node, or nil if it is not known. NodeChanged is true
+	// if Node differs from the node at the position, or if Lost is true.
 	Node        *api.Node
 	NodeChanged bool
 	// View returns the view of a service, or nil if there is none.
@@ -72,32 +73,33 @@ type Update struct {
 	After func(key types.NamespacedName) iter.Seq2[types.NamespacedName, View]
 }
 
-// Change is a change of a service. Old is the view at the position, and New the present
-// view. TriggerTime is the field of this name in sink.Change.
+// Change is a change of a service. Old is the view at the position, and New is the
+// present view. TriggerTime has the meaning of the same field in sink.Change.
 type Change struct {
 	Key         types.NamespacedName
 	Old, New    *api.View
 	TriggerTime time.Time
 }
 
-// LargeSize is the size (see [View]) from which on a service is large. A driver delivers a
+// LargeSize is the minimum size (see [View]) of a large service. A driver delivers a
 // large service in a Sync of its own, after other changes.
 const LargeSize = 4096
 
 // LargeChange is a change of a service whose views are not computed yet. Old is the view
-// at the position. TriggerTime is the field of this name in sink.Change.
+// at the position. TriggerTime has the meaning of the same field in sink.Change.
 type LargeChange struct {
 	Key         types.NamespacedName
 	Old         View
 	TriggerTime time.Time
 }
 
-// View is a view that may not be computed yet. The zero value is no view.
+// View is a view that may not be computed yet. The zero value means that there is no
+// view.
 type View struct {
-	// Size is the size of the view: one, and its elements (see package elements). It may be
-	// greater, because it can be an estimate.
+	// Size is one plus the number of the view's elements (see package elements). It can be
+	// an estimate, and then may be greater.
 	Size int
-	// Compute returns the view. It is nil if there is no view.
+	// Compute returns the view. If there is no view, the field Compute is nil.
 	Compute func() *api.View
 }
 

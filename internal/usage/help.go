@@ -13,12 +13,12 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// columns is the greatest length of a line of a help text.
+// columns is the maximum length of a line in a help text.
 const columns = 100
 
-// groups are the titles of groups of flags in the order of the help text, with the names
-// of their flags. A name that ends with a hyphen stands for all names that begin with it.
-// The first group has the flags that are in no other group.
+// groups has the groups of flags in the order of the help text: their titles and the
+// names of their flags. A name that ends with a hyphen stands for all names with this
+// prefix. The first group has the flags that are in no other group.
 var groups = []struct {
 	title string
 	flags []string
@@ -74,7 +74,7 @@ func printUsage(cmd *cobra.Command) error {
 		section(w, g.Title, list.String())
 	}
 	flags := make([]pflag.FlagSet, len(groups))
-	cmd.InheritedFlags() // merges the flags of the parents
+	cmd.InheritedFlags() // merges the flags of the parent commands into those of cmd
 	cmd.Flags().VisitAll(func(f *pflag.Flag) {
 		g := &flags[groupOf(f.Name)]
 		g.SortFlags = false

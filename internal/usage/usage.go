@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package usage makes help texts that people can read, and clear errors of wrong command
-// lines. An error says what is wrong, in which command, and what was probably meant.
+// Package usage makes readable help texts, and clear errors for wrong command lines. An
+// error names the mistake, the command, and what the user probably meant.
 package usage
 
 import (
@@ -17,7 +17,8 @@ import (
 // wrong is an error of the command line.
 type wrong struct {
 	error
-	// command is the command whose help to read; empty until the error leaves the command.
+	// command is the command whose help explains the error. It is empty until the error
+	// leaves the command.
 	command string
 }
 
@@ -65,8 +66,8 @@ func ExitStatus(err error) int {
 }
 
 // Prepare makes cmd and its subcommands print help with groups of flags, and return clear
-// errors for wrong command lines. A command that has subcommands and does nothing itself
-// needs one of them.
+// errors for wrong command lines. If a command has subcommands and does nothing itself,
+// its command line must name a subcommand.
 func Prepare(cmd *cobra.Command) {
 	cmd.SetHelpFunc(printHelp)
 	cmd.SetUsageFunc(printUsage)
@@ -121,7 +122,7 @@ func AtMostOne(cmd *cobra.Command, args []string) error {
 	return Errorf("%s takes at most one argument, %s, but got %d: %q", cmd.CommandPath(), argument(cmd), len(args), args)
 }
 
-// argument returns what the usage line of a command says about its argument.
+// argument returns the part of a command's usage line that describes the argument.
 func argument(cmd *cobra.Command) string {
 	return strings.TrimSpace(strings.TrimPrefix(cmd.Use, cmd.Name()))
 }
@@ -161,8 +162,8 @@ func flagError(cmd *cobra.Command, err error) error {
 	var invalid *pflag.InvalidValueError
 	switch {
 	case errors.As(err, &unknown):
-		// A command that needs a subcommand has few flags. Without a subcommand, it does
-		// not know the subcommand's flags.
+		// A command that needs a subcommand has few flags of its own. It does not know
+		// the flags of the missing subcommand.
 		if given := cmd.Flags().Args(); cmd.HasSubCommands() && len(given) > 0 {
 			return missingCommand(cmd, given)
 		}
@@ -209,8 +210,8 @@ func wantedValue(err *pflag.InvalidValueError) string {
 	}
 }
 
-// suggestion returns a question that contains the known name that is most similar to word,
-// or "" if none is similar.
+// suggestion returns a question about the known name that is most similar to word. If no
+// name is similar, it returns "".
 func suggestion(prefix, word string, known []string) string {
 	best, least := "", len(word)/3+1
 	for _, name := range known {
@@ -228,8 +229,9 @@ func suggestion(prefix, word string, known []string) string {
 	return fmt.Sprintf(" (did you mean %s%s?)", prefix, best)
 }
 
-// distance returns how many letters to insert, delete, replace or swap to make b of a. If
-// the lengths of a and b differ by limit or more, it returns limit.
+// distance returns how many letters must be inserted, deleted, replaced or swapped to
+// turn the word a into the word b. If the lengths of the words differ by limit or more,
+// it returns limit.
 func distance(a, b string, limit int) int {
 	if max(len(a)-len(b), len(b)-len(a)) >= limit {
 		return limit

@@ -12,8 +12,8 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// newProgram returns a program with the command "list nodes [NAME]", "list services" and
-// "write FILE". The last one fails if FILE is broken.
+// newProgram returns a program with the commands "list nodes [NAME]", "list services" and
+// "write FILE". The command "write" always fails with the error "broken".
 func newProgram() *cobra.Command {
 	root := &cobra.Command{Use: "prog", SilenceUsage: true, SilenceErrors: true}
 	list := &cobra.Command{Use: "list"}

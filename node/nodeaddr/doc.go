@@ -26,17 +26,18 @@ import (
 // Source provides the addresses of a node for node ports and health checks. It is safe for
 // concurrent use.
 type Source interface {
-	// Addresses returns the addresses, sorted and without duplicates, and a channel that is
-	// closed when the addresses may have changed. The addresses have no zones, and IPv4
-	// addresses are not mapped to IPv6. The caller must not modify the slice.
+	// Addresses returns the addresses, sorted and without duplicates. It also returns a
+	// channel that is closed when the addresses may have changed. The addresses have no
+	// zones, and IPv4 addresses are not mapped to IPv6. The caller must not modify the
+	// slice.
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
 // Of returns a Source with the given addresses. It sorts them, and removes duplicates.
 func Of(addrs ...netip.Addr) Source { return nodeaddrs.Of(addrs...) }
 
-// OfNode returns the addresses of a Node object: its InternalIPs or, if it has none, its
-// ExternalIPs. If node is nil or has neither, the result is nil.
+// OfNode returns the addresses of a Node object: its InternalIPs or, without InternalIPs,
+// its ExternalIPs. If node is nil or has no such addresses, the result is nil.
 func OfNode(node *api.Node) []netip.Addr { return nodeaddrs.OfNode(node) }
 
 // Options select addresses of the machine. The zero value selects the primary addresses.
@@ -44,7 +45,8 @@ type Options struct {
 	// Selection selects addresses of the machine. Default: the primary addresses.
 	Selection Selection
 	// ExcludeInterfaces are the names of interfaces whose addresses are ignored. An example
-	// is kube-ipvs0, to which kube-proxy adds service addresses. Default: none.
+	// is kube-ipvs0, the interface to which kube-proxy adds service addresses. Default:
+	// none.
 	ExcludeInterfaces []string
 }
 
@@ -63,14 +65,14 @@ type Options struct {
 type Selection []string
 
 // Watch reads the selected addresses of the machine, and returns a Source that follows them
-// until ctx ends. It returns an error if an item of the selection is invalid, or if it cannot
-// read the addresses. If it cannot read them again later, it logs an error, and the Source
-// keeps the last known addresses.
+// until ctx ends. Watch returns an error if an item of the selection is invalid, or if it
+// cannot read the addresses. If it fails to read them again later, it logs an error, and the
+// Source keeps the last known addresses.
 //
-// On Linux, the Source notices a changed address immediately. It notices a changed
-// default route, and changes on other systems, within 10 seconds. The Source needs the
-// Node object for the primary addresses. The dataplanes of this module pass it to the
-// Source's method SetNode(*api.Node).
+// On Linux, the Source notices a changed address immediately, and a changed default route
+// within 10 seconds. On other systems, it notices all changes within 10 seconds. The
+// Source needs the Node object for the primary addresses. The dataplanes of this module
+// pass it to the Source's method SetNode(*api.Node).
 func Watch(ctx context.Context, opts Options) (Source, error) {
 	w, err := nodeaddrs.New(nodeaddrs.Options{Selection: opts.Selection, ExcludeInterfaces: opts.ExcludeInterfaces})
 	if err != nil {

@@ -4,7 +4,7 @@
 // to a client that follows the whole cluster. The package also converts them to and from
 // the types of package api. The messages for services and nodes are in package localv1.
 //
-// docs/reference/wire.md describes the protocol, which omits
+// docs/reference/wire.md describes the protocol. The protocol omits
 // api.EndpointSlice.TriggerTime.
 //
 // hack/generate generates the code of the messages.

@@ -11,9 +11,9 @@ import (
 )
 
 // Marshal returns the encoding of m. Equal messages have equal encodings within one build
-// of the program. Objects of an API server may contain strings that are not UTF-8, which
-// protobuf cannot encode. In the output, Marshal replaces invalid bytes by U+FFFD. It
-// does not modify m, because m shares maps and lists with other values.
+// of the program. Objects of an API server may contain strings that are not UTF-8.
+// Protobuf cannot encode such strings, so Marshal replaces invalid bytes by U+FFFD in the
+// output. Marshal does not modify m, because m shares maps and lists with other values.
 func Marshal(m proto.Message) []byte {
 	deterministic := proto.MarshalOptions{Deterministic: true}
 	b, err := deterministic.Marshal(m)
@@ -49,8 +49,8 @@ func repairStrings(m protoreflect.Message) {
 	})
 }
 
-// repairMap repairs the keys and values of a map. If it repairs a key, it moves the value
-// to the repaired key.
+// repairMap repairs the keys and values of a map. The value of a repaired key moves to
+// the new key.
 func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	fixed := map[string]protoreflect.Value{}
 	m.Range(func(key protoreflect.MapKey, value protoreflect.Value) bool {

@@ -30,7 +30,8 @@ func allMessages() []protoreflect.MessageDescriptor {
 }
 
 // TestFieldNumbersOfOriginalKpng compares the messages with a list of the original kpng's
-// field numbers. It finds a wrong number even if the recorded bytes have the same one.
+// field numbers. It finds a wrong number even if the recorded bytes contain the same
+// wrong number.
 func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 	for message, fields := range map[protoreflect.Name]string{
 		"WatchReq":         "NodeName 1",
@@ -62,8 +63,8 @@ func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 
 var update = flag.Bool("update", false, "rewrite testdata/golden.txt")
 
-// TestGoldenBytes sets all fields of each message and compares the message's encoding
-// with recorded bytes, and the numbers of enums with recorded numbers.
+// TestGoldenBytes sets all fields of each message, and compares the message's encoding
+// with recorded bytes. It also compares the numbers of enums with recorded numbers.
 func TestGoldenBytes(t *testing.T) {
 	var out strings.Builder
 	for i := range files[0].Enums().Len() {
@@ -99,7 +100,7 @@ func TestGoldenBytes(t *testing.T) {
 }
 
 // filledMessage returns a message of type d with every field set. The value of an integer
-// field is its field number. Of the fields in a oneof, only the last is set.
+// field is its field number. In a oneof, only the last field is set.
 func filledMessage(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
 	m := dynamicpb.NewMessage(d)
 	for i := range d.Fields().Len() {

@@ -57,8 +57,8 @@ func (l *leftover) problem() string {
 }
 
 // lookInterval is the shortest time between two searches for leftovers. A search finds
-// rules of a proxy that was started or stopped in the meantime, for example of a kube-proxy
-// that an upgrade of the cluster has created again.
+// rules of a proxy that was started or stopped in the meantime. For example, an upgrade
+// of the cluster may create kube-proxy again.
 const lookInterval = time.Minute
 
 // removeInterval takes the place of lookInterval with --remove-other-backends, so that the
@@ -75,7 +75,8 @@ type leftovers struct {
 	// channel wake starts a search.
 	programmed atomic.Bool
 	wake       chan struct{}
-	// now is time.Now, and cleanUp is the function cleanUp. Tests replace both.
+	// The field now is time.Now, and the field cleanUp is the function cleanUp. Tests
+	// replace both.
 	now     func() time.Time
 	cleanUp func(ctx context.Context, i instance, bpffs string) error
 	// searchTime is the duration of the last search. After a removal of an instance has

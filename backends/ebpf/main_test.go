@@ -101,7 +101,7 @@ func (n *node) tryStart() error {
 }
 
 // useNFTables restarts the backend above the nftables backend. The namespace gets a route
-// to cluster IPs, so that packets that the programs leave reach the rules.
+// to cluster IPs. So packets reach the rules if the programs do not translate them.
 func (n *node) useNFTables() {
 	n.t.Helper()
 	n.ns.Route(n.t, "10.96.0.0/16", "", "lo")

@@ -23,7 +23,7 @@ type service struct {
 	*record
 }
 
-// largeService is the number of rules from which a service is large. The driver delivers
+// largeService is the minimum number of rules of a large service. The driver delivers
 // services with large objects alone, see [sink.Options]. A service with small objects may
 // also have many rules, because each port may need its own list of all endpoints.
 const largeService = 2_000

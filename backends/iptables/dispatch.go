@@ -24,8 +24,8 @@ import (
 // own subchains by protocol and port. So packets to other addresses of the dispatch chain
 // pass only one rule for all these ports.
 
-// dispatchChain returns the name, without the prefix, of the chain that has the entry of a
-// frontend.
+// dispatchChain returns the name of the chain that has the entry of a frontend. The name
+// is without the prefix.
 func dispatchChain(k *nodeview.FrontendKey) string {
 	if k.Kind == nodeview.NodePort {
 		return fmt.Sprintf("N%c%X", k.Protocol.String()[0], k.Port/portsPerChain)

@@ -563,8 +563,8 @@ func TestSourceRangesHoldDuringChanges(t *testing.T) {
 	})
 }
 
-// A large service is written after the others of a batch. In flavour nft, its transactions
-// are bounded.
+// A large service is written after the other services of a batch. In flavour nft, its
+// transactions are bounded.
 func TestLargeServiceIsWrittenLast(t *testing.T) {
 	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		p := newPrograms(t)

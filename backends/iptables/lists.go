@@ -165,10 +165,10 @@ func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target
 }
 
 // endpointTarget returns the target that sends packets of f to the endpoint e. If a rule
-// with this target must match the protocol, the result protocol is that match. An element
-// of a set masquerades connections of the endpoint to itself. If that is not possible, a
-// rule of a chain does it, and the target is this chain. With counters, the target is
-// always a chain, so that a change of the list does not rewrite the counter.
+// with this target must match the protocol, the result protocol has that match. An
+// element of a set masquerades connections of the endpoint to itself. If that is not
+// possible, a rule of a chain does it, and the target is this chain. With counters, the
+// target is always a chain, so that a change of the list does not rewrite the counter.
 func (s *serviceRenderer) endpointTarget(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
 	if f.Protocol != 0 {
 		protocol = "-p " + protocolNames[f.Protocol] + " "

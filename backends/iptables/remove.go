@@ -13,10 +13,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// prune removes the chains, entries and elements from before the pass that no service
-// needs. Failing services keep their entries and the chains to which the entries lead. If
-// a failing service was not delivered in this pass, prune keeps all elements, because any
-// of them may belong to this service.
+// prune removes the chains, entries and elements that no service needs, if they existed
+// when the pass began. Failing services keep their entries and the chains to which the
+// entries lead. If a failing service was not delivered in this pass, prune keeps all
+// elements, because any of them may belong to this service.
 func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	if t.beginErr != nil {
 		return nil

@@ -66,7 +66,7 @@ type rendered struct {
 	// has the rest of the rule. An empty value adds no rule, but takes the match away from
 	// other services.
 	entries map[entryID]string
-	// elements are the elements of sets that the service needs.
+	// elements are the set elements that the service needs.
 	elements map[element]bool
 	// sources has the sources that the service admits at each restricted address.
 	sources map[netip.Addr]*sourceList

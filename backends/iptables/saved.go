@@ -102,7 +102,7 @@ func (r foreignRule) target() chainID {
 }
 
 // foreign returns the rules that lead to chains of the instance in addition to the given
-// jumps. It deletes from the map jumps the jumps that the kernel has. A rule also counts
+// jumps. It deletes the jumps in the kernel from the argument jumps. A rule also counts
 // as the jump of its chain if inexact has the digest of the rule.
 func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (list []foreignRule) {
 	for id, rules := range s.jumps {

@@ -40,7 +40,7 @@ func unsuitable(s *api.Service) string {
 	return ""
 }
 
-// isUnsuitable reports whether view is of a service that IPVS cannot serve.
+// isUnsuitable reports whether IPVS cannot serve the service of view.
 func isUnsuitable(view *api.View) bool {
 	return view != nil && view.Service != nil && unsuitable(view.Service) != ""
 }

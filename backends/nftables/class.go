@@ -46,7 +46,7 @@ type class struct {
 // sizeOf returns the size of the class for lists with n endpoints.
 func sizeOf(n int) uint8 { return uint8(bits.Len(uint(max(n, 1) - 1))) }
 
-// maxEndpoints limits the endpoints of a list that get traffic.
+// maxEndpoints limits the number of endpoints with traffic in a list.
 const maxEndpoints = 1 << 20
 
 // The bits of the number of a class.

@@ -56,10 +56,10 @@ func (t *table) formerList(ctx context.Context, l *list) (list, error) {
 // elements make the kernel refuse a change of the list, and then checkPart reads them.
 const maxGaps = 16
 
-// readList adds the elements of a list to the snapshots. It reads the slots in order, until
-// maxGaps of them were missing. If the list is not stale, readList also ends at a missing
-// slot that the smallest list of the class does not have. readList reports whether it has
-// found an endpoint.
+// readList adds the elements of a list to the snapshots. It reads the slots in order,
+// until maxGaps slots were missing. If the list is not stale, readList also ends at a
+// missing slot that the smallest list of the class does not have. readList reports
+// whether it has found an endpoint.
 func (ps *pass) readList(ctx context.Context, c *conn, l *list, stale bool) (found bool, err error) {
 	slots, expected, gaps := maxEndpoints, 0, 0
 	if v, ok := ps.snapshots[l.id().m].get(ptr(l.id())); ok {

@@ -41,8 +41,8 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 			rule := sourcelists.Restrict(family, frontendKey(family, s), m)
 			if s == matchNodePort {
 				// A frontend of another service may have the address and the port of a node
-				// port. The rules use that frontend, not the node port, and it may have no
-				// source ranges.
+				// port. The rules use that frontend, not the node port, and that frontend
+				// may have no source ranges.
 				name := chainName("restricted-nodeport", family)
 				other := frontendKey(family, matchService).Then(nft.Lookup(mapID{kindFrontends, matchService, family}.name()) + nft.Return)
 				chains.Add(name, other, rule)

@@ -237,8 +237,8 @@ func BenchmarkStats(b *testing.B) {
 	}
 }
 
-// addPods adds the networks of the services and of the pods of the benchmarks to the loopback
-// interface, and a server at all addresses.
+// addPods adds the networks of the services and pods to the loopback interface, and
+// starts a server at all addresses.
 func addPods(b *testing.B, ns *netnstest.Namespace) {
 	for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} {
 		ns.Add(b, "lo", network)
@@ -264,7 +264,7 @@ func connects(ns *netnstest.Namespace, n int, to func() netip.AddrPort) func(fun
 	}
 }
 
-// cpuTime returns the time that this process has used the CPUs, in the kernel too.
+// cpuTime returns the CPU time of this process, including its time in the kernel.
 func cpuTime(t testing.TB) time.Duration {
 	t.Helper()
 	var r unix.Rusage

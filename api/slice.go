@@ -56,7 +56,7 @@ type SliceEndpoint struct {
 	Conditions
 }
 
-// EndpointDetails are the fields of an endpoint that are often equal for many endpoints.
+// EndpointDetails has the fields that are often equal for many endpoints.
 type EndpointDetails struct {
 	Hostname string `json:",omitempty"`
 	// NodeName is the endpoint's node, or empty if unknown.

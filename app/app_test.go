@@ -305,7 +305,7 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	}
 }
 
-// A machine that opens many connections and sends half a request on each loses its own
+// If a machine opens many connections and sends half a request on each, it loses its own
 // connections. Another client gets an answer. Errors of the HTTP server go to the log.
 func TestHTTPConnectionsAreLimited(t *testing.T) {
 	address := freeAddress(t)

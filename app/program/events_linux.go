@@ -244,7 +244,7 @@ func (m metricsWithEvents) HealthChecks() (func(open, failing int), func(types.N
 	}
 }
 
-// driftEvents is the observer of a backend that also writes an Event for each drift.
+// driftEvents is the observer of a backend. It also writes an Event for each drift.
 type driftEvents struct {
 	backends.Observer
 	backend string

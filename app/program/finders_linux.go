@@ -137,8 +137,8 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 // the revision of a target, 0.
 var legacyName = regexp.MustCompile(`\x00((?:KUBE|KPNG)-(?:[A-Za-z0-9]{1,6}-)?SERVICES)\x00`)
 
-// legacyTable returns the rules of a table of iptables-legacy, which contain the names of
-// its chains.
+// legacyTable returns the rules of a table of iptables-legacy. The rules contain the
+// names of the table's chains.
 func legacyTable(family, level int, table string) ([]byte, error) {
 	// The numbers are from linux/netfilter_ipv4/ip_tables.h, and ip6_tables.h has the same
 	// numbers. In ipt_getinfo, the last field is the size of the rules. In ipt_get_entries,

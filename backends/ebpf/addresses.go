@@ -68,7 +68,8 @@ func (b *backend) updateAddresses(ctx context.Context) error {
 	return b.writeAddresses(ctx)
 }
 
-// writeAddresses writes the addresses at which the node has node ports to the map node_ips.
+// writeAddresses fills the map node_ips with the addresses at which the node has node
+// ports.
 func (b *backend) writeAddresses(ctx context.Context) error {
 	wanted := map[ipKey]uint32{}
 	if b.opts.NodeAddresses != nil {

@@ -188,7 +188,7 @@ func testManyServices(t *testing.T) {
 		s.mustSend(serviceAddr(i))
 		s.mustReceive(1)
 	}
-	// Without the other sink, a datagram that the programs leave has no route.
+	// Without the other sink, an untranslated datagram has no route.
 	mustLeave := func(i int) {
 		t.Helper()
 		if err := s.send(serviceAddr(i)); !errors.Is(err, unix.ENETUNREACH) {
@@ -222,8 +222,8 @@ type udpPeers struct {
 	}
 }
 
-// age sets back the recorded times of the socket's last datagrams to a service, and of its
-// last datagrams that were not translated.
+// age sets back the recorded times of the socket's last datagrams to a service, and of
+// its last untranslated datagrams.
 func (s *socket) age(by time.Duration, i int) {
 	s.n.t.Helper()
 	raw, err := s.SyscallConn()

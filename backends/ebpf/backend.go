@@ -75,13 +75,13 @@ var (
 //	Counts() (translated, left map[string]uint64, err error)
 //
 // Counts reads the counters of the programs. It requires a started dataplane. A new process
-// continues with the numbers of the process before it. For each hook, the map translated
-// has the number of addresses that the programs replaced. The hooks are connect4,
-// sendmsg4, recvmsg4, getpeername4, and the same names with 6. At connect and sendmsg, an
-// endpoint replaces a service. At recvmsg and getpeername, a service replaces an
-// endpoint.
+// continues with the numbers of the process before it. For each hook, the map
+// "translated" has the number of addresses that the programs replaced. The hooks are
+// connect4, sendmsg4, recvmsg4, getpeername4, and the same names with 6. At connect and
+// sendmsg, an endpoint replaces a service. At recvmsg and getpeername, a service replaces
+// an endpoint.
 //
-// The map left counts the connections and datagrams that the programs left to the other
+// The map "left" counts the connections and datagrams that the programs left to the other
 // sink, although the maps have their frontend. Its keys are the reasons:
 //
 //   - abandoned: the process has not run for ten minutes, or an error paused the programs.

@@ -9,9 +9,10 @@ import "context"
 // ipKey is the key of the maps client_counts and node_ips.
 type ipKey [16]byte
 
-// clientTables are the maps of the clients of services with session affinity. The programs
-// write the map clients, and count the clients of each cluster IP in the map counts. If a
-// cluster IP has too many clients, the programs leave its new clients to the other sink.
+// clientTables are the maps of the clients of services with session affinity. The
+// programs write the map "clients", and count the clients of each cluster IP in the map
+// "counts". If a cluster IP has too many clients, the programs leave its new clients to
+// the other sink.
 type clientTables struct {
 	clients table[clientKey, choice]
 	counts  table[ipKey, uint64]

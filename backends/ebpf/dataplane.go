@@ -43,14 +43,14 @@ type dataplane struct {
 	// lastID is the ID of the last new list. The first ID is random, so that a process does
 	// not use the IDs of an earlier process.
 	lastID uint64
-	// The map left has the services with a frontend that did not fit into the maps. If a
-	// service needs more than its share of a map, tooLarge has the reason.
+	// The map "left" has the services with a frontend that did not fit into the maps. If
+	// a service needs more than its share of a map, tooLarge has the reason.
 	left     map[types.NamespacedName]*leftover
 	tooLarge map[types.NamespacedName]string
 	// owners has the service port and the list of each planned frontend, for counters. It is
 	// nil without counters.
 	owners map[frontendKey]owner
-	// The error full is the last reason why a frontend did not fit.
+	// The error "full" is the last reason why a frontend did not fit.
 	full error
 	// freed is true if elements were deleted since sync has begun.
 	freed bool
@@ -142,11 +142,11 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// maxMisfits limits a call of retry, because the map left may have very many services.
+// maxMisfits limits a call of retry, because the map "left" may have very many services.
 // The call stops when maxMisfits services still do not fit.
 const maxMisfits = 16
 
-// retry adds frontends of services that did not fit, in random order.
+// retry adds, in random order, frontends of services that did not fit.
 func (d *dataplane) retry(ctx context.Context) error {
 	misfits := 0
 	for key, l := range d.left {

@@ -18,7 +18,7 @@ import (
 )
 
 // maxCgroupLevels is CGROUP_LEVELS in connect.c, and maxExcluded is the size of the map
-// excluded.
+// "excluded".
 const maxCgroupLevels, maxExcluded = 16, 4096
 
 // exclusions is the state of the excluded cgroups.
@@ -33,8 +33,8 @@ type exclusions struct {
 	left int
 }
 
-// writeExcluded writes the IDs of the excluded cgroups to the map excluded. A cgroup that
-// was deleted and created again has another ID.
+// writeExcluded writes the IDs of the excluded cgroups to the map "excluded". A cgroup
+// that was deleted and created again has another ID.
 func (b *backend) writeExcluded(ctx context.Context) error {
 	e, log := &b.exclusions, klog.FromContext(ctx)
 	wanted := map[uint64]uint32{}

@@ -172,7 +172,7 @@ func objects(tb testing.TB, b *backend) (lines []string) {
 				own = append(own, k.Endpoint.String())
 			}
 		}
-		// A TCP frontend without session affinity may share a list with members.
+		// A TCP frontend without session affinity may share a list that has members.
 		if slices.Sort(own); l.Affinity != 0 || f.Protocol == unix.IPPROTO_UDP {
 			line += fmt.Sprint(" members ", own)
 		}

@@ -47,8 +47,9 @@ func mountBPFFS(t testing.TB) string {
 	return dir
 }
 
-// node is a backend with a network namespace and a cgroup of its own. Unless below is set,
-// the backend has no other sink, so only the programs translate connections.
+// node is a backend with a network namespace and a cgroup of its own. Unless the field
+// below is set, the backend has no other sink, so only the programs translate
+// connections.
 type node struct {
 	*backend
 	t     testing.TB

@@ -75,8 +75,8 @@ func testStats(t *testing.T) {
 	}
 	const tcp = "web tcp TCP 10.0.0.1:8080"
 	n.mustCount("after connections", map[string]int64{tcp: 7, "s1 udp UDP 10.0.1.1:8080": 1, "s2 udp UDP 10.0.1.2:8080": 1})
-	// The counters of a service or an endpoint that was removed and added again begin at 0,
-	// if Verify ran in between.
+	// If a service or an endpoint is removed, and added again after a Verify, its
+	// counters begin at 0.
 	n.delete("s1")
 	n.set(service(2, 1))
 	n.mustCount("without the endpoints", map[string]int64{tcp: 7})

@@ -177,11 +177,11 @@ func (b *backend) inOtherFlavour(ctx context.Context, flavour flavour) (list []*
 	return list
 }
 
-// checkWithoutPrograms is called with the error missing if the programs of a flavour are
-// not installed. It returns this error if the kernel has chains of the instance in flavour
-// nft. In flavour legacy, the names of chains cannot be read without the programs.
-// Therefore checkWithoutPrograms only logs the error if the kernel has tables of this
-// flavour.
+// checkWithoutPrograms is called with the error "missing" if the programs of a flavour
+// are not installed. It returns this error if the kernel has chains of the instance in
+// flavour nft. In flavour legacy, the names of chains cannot be read without the
+// programs. Therefore checkWithoutPrograms only logs the error if the kernel has tables
+// of this flavour.
 func (b *backend) checkWithoutPrograms(ctx context.Context, flavour flavour, missing error) error {
 	for _, family := range families {
 		has, err := hasTables(ctx, b.opts.NetNS, flavour, family)

@@ -227,7 +227,7 @@ func (t *ruleset) isDispatch(id chainID) bool {
 	return s == services || s == nodePorts || len(s) == 2 && s[0] == 'D' || dispatchName.MatchString(s) || subchain.MatchString(s)
 }
 
-// home returns the dispatch chain of an entry that the kernel has in the chain id.
+// home returns the dispatch chain to which an entry of the kernel's chain id belongs.
 func (t *ruleset) home(id chainID, match string) chainID {
 	if !subchain.MatchString(t.suffix(id)) {
 		return id

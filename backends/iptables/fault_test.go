@@ -128,8 +128,8 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 }
 
 // Another program holds the lock for 30 seconds, which is longer than the default of
-// LockWait. The driver reports errors that name the lock, the old rules stay, and the
-// change is written after the lock is free.
+// LockWait. The driver reports errors that name the lock. The old rules stay until the
+// lock is free, and then the change is written.
 func TestLockHeldForHalfAMinute(t *testing.T) {
 	const held = 30 * time.Second
 	file := filepath.Join(t.TempDir(), "xtables.lock")
@@ -1196,7 +1196,7 @@ func TestReplacedSetKeepsElements(t *testing.T) {
 	}
 }
 
-// A process that ends while it replaces a set leaves a temporary set behind.
+// If a process ends while it replaces a set, a temporary set is left.
 func TestSetLeftByAnUnfinishedReplacement(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{flavourNFT, false})

@@ -179,7 +179,7 @@ func TestEndpointsOfLargeListsAreEqual(t *testing.T) {
 	}
 }
 
-// recordInput makes the programs for IPv4 and sets append their input to a file. The
+// recordInput makes the programs for IPv4 and for sets append their input to a file. The
 // returned function returns the input since its last call.
 func recordInput(p *programs) (input func() string) {
 	t := p.tb

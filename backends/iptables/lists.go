@@ -235,7 +235,7 @@ func weightOf(list []nodeview.Target) (sum int64) {
 	return sum
 }
 
-// share returns a match that selects k in n packets at random. The kernel stores the
+// share returns a match that selects k of n packets at random. The kernel stores the
 // probability in 31 bits.
 func share(k, n int64) string {
 	if k == n {

@@ -155,7 +155,8 @@ func verify(t testing.TB, b *backend) error {
 	return b.Verify(t.Context())
 }
 
-// forget makes the next Verify read the rules, even if no other program has changed any.
+// forget makes the next Verify read the rules, even if no other program has changed any
+// rules.
 func forget(b *backend) {
 	for _, t := range b.rulesets {
 		t.verified = 0

@@ -101,9 +101,9 @@ func (r foreignRule) target() chainID {
 	return chainID{r.chain.table, r.rule[strings.LastIndexByte(r.rule, ' ')+1:]}
 }
 
-// foreign returns the rules that lead to chains of the instance in addition to the given
-// jumps. It deletes the jumps in the kernel from the argument jumps. A rule also counts
-// as the jump of its chain if inexact has the digest of the rule.
+// foreign returns the rules, other than the given jumps, that lead to chains of the
+// instance. It deletes the jumps in the kernel from the argument jumps. A rule also
+// counts as the jump of its chain if inexact has the digest of the rule.
 func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (list []foreignRule) {
 	for id, rules := range s.jumps {
 		for rule := range strings.SplitSeq(rules, "\n") {

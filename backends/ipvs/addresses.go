@@ -21,9 +21,9 @@ import (
 // addresses.
 //
 // Such routes have advantages over addresses on the interface. Other programs do not
-// mistake the addresses of services for addresses of the node. The kernel finds a route
-// in a tree, but an address on the interface in a list. Another program may add the same
-// address without a conflict.
+// mistake the addresses of services for addresses of the node. The kernel searches routes
+// in a tree, but the addresses of an interface in a list. Another program may add the
+// same address without a conflict.
 type localAddresses struct {
 	// name is the name of the interface, and owner is its alias.
 	name, owner string

@@ -81,7 +81,7 @@ func newTable(opts *Options) *table {
 	}
 }
 
-// countRanges adds n to the count of each source range of elements.
+// countRanges adds n to the count of each source range in the argument elements.
 func countRanges(counts sourcelists.Counts, elements iter.Seq[element], n int) {
 	for e := range elements {
 		if e.set.kind == sources {
@@ -112,9 +112,9 @@ func (t *table) chains() (chains nft.Chains) {
 			untranslated = append(untranslated, frontend(family).Then(in(frontends, family)+nft.GoTo(refusals)))
 		}
 		services = append(services, frontend(family).Then(translate(healthChecks, family)))
-		// The addresses in the set addresses are local only because of this instance. Without
-		// these rules, packets to other ports of these addresses would reach programs on this
-		// node.
+		// The addresses in the set "addresses" are local only because of this instance.
+		// Without these rules, packets to other ports of these addresses would reach
+		// programs on this node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
 			untranslated = append(untranslated, nft.NewKey(family).Destination().Then(in(addresses, family)+
 				nft.LoadMeta(unix.NFT_META_L4PROTO)+nft.Equal(protocol)+nft.GoTo(nft.RejectChain)))

@@ -47,10 +47,10 @@ type Options struct {
 
 	// FollowServiceCIDRs provides ServiceCIDRs that change, such as the CIDRs of the
 	// cluster's ServiceCIDR objects (kube.FollowServiceCIDRs). The dataplane calls it on
-	// a goroutine of its own. The function must call set first with all CIDRs, and again
-	// after each change, until ctx ends. The function must not call set from several
-	// goroutines. Until the first call, the table keeps the CIDRs that it has. With this
-	// function, ServiceCIDRs must be empty. Default: none.
+	// a goroutine of its own. The function must call its argument set with all CIDRs, and
+	// again after each change, until ctx ends. The function must not call set from
+	// several goroutines. Until the first call, the table keeps the CIDRs that it has.
+	// With this function, ServiceCIDRs must be empty. Default: none.
 	FollowServiceCIDRs func(ctx context.Context, set func([]netip.Prefix))
 
 	// DropInvalid makes the dataplane drop forwarded packets that connection tracking

@@ -192,9 +192,9 @@ func TestSourceRangesChangeUnderTraffic(t *testing.T) {
 	}
 }
 
-// TestSourceRangesApplyToNodePorts checks node ports with ranges that admit or deny a client,
-// of both families, through changes, a restart and drift. An established connection
-// continues when the ranges stop admitting its client.
+// TestSourceRangesApplyToNodePorts checks node ports of both families, with ranges that
+// admit or deny a client. It makes changes, a restart and drift. An established
+// connection continues when the ranges stop admitting its client.
 func TestSourceRangesApplyToNodePorts(t *testing.T) {
 	w := newPacketWorld(t)
 	w.client.Add(t, "eth0", "192.0.2.3/24")
@@ -215,8 +215,8 @@ func TestSourceRangesApplyToNodePorts(t *testing.T) {
 			}
 		})
 	}
-	// The service other has an external IP that is an address of the node, and its port is the
-	// second node port.
+	// The service "other" has an external IP that is an address of the node. Its port is
+	// the second node port.
 	other := view("other", []string{"10.96.0.2"}, []string{"!10.0.2.2"}, func(s *api.Service) {
 		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
 		s.Ports[0].Port = 30002

@@ -430,7 +430,7 @@ func (c *Conn) Commit(ctx context.Context, messages []Message) error {
 	barrier, end := id+1+n, id+2+n
 	refused := &Refused{}
 	keepError := func(m message) {
-		// The error of a message comes before the error of the commit, which says less.
+		// The error of a message comes first. The error of the commit says less.
 		if refused.Cause == nil {
 			refused.Cause = decodeError(m.body)
 		}

@@ -17,6 +17,14 @@
 //		return program(services)
 //	}))
 //
+// # Packages
+//
+// Package app makes a command of a sink. Package node builds the whole proxy of a Linux node
+// around one of the backends. Package reconcile makes a sink of three functions: plan,
+// list and apply. Package sink/sinktest tests sinks without packets, and package
+// conformance tests them with packets. Package remote connects a sink to a source in another
+// process. Packages health, metrics and status show the state of a proxy.
+//
 // # Sinks
 //
 // [sink.FullState] returns the simplest sink, which receives all services in each call. A

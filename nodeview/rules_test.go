@@ -526,9 +526,6 @@ var rules = []struct {
 			"cluster.TestTooLargeServiceKeepsItsLastAcceptedVersion/a service that becomes small enough is served",
 			"cluster.TestRefusedAndAcceptedServicesAgree",
 		}},
-		{"kpng refuses a service before it computes addresses", "internal/elements.OfState", []string{
-			"cluster.TestRefusingCostsNothing",
-		}},
 		{"A client of a server also refuses a", "remote.entry.limit", []string{
 			"remote.TestClientKeepsLastAcceptedView",
 		}},
@@ -598,6 +595,9 @@ var rules = []struct {
 		{"Forwarded packets that connection tracking cannot assign", "", []string{
 			"backends/nftables.TestInvalidPacketsAreDropped",
 			"backends/iptables.TestInvalidPacketsAreDropped",
+		}},
+		{"Forwarded packets that the proxy masquerades, and their", "", []string{
+			"cmd/kpng.TestCheckSaysWhatModesDrop",
 		}},
 		{"Addresses of a ServiceCIDR that no service has", "", []string{
 			"backends/nftables.TestUnallocatedClusterIPsAreDropped",

@@ -189,6 +189,7 @@ func TestCheckSaysWhatModesDrop(t *testing.T) {
 	const (
 		drops    = "kube-proxy drops forwarded packets that belong to no connection; "
 		accepts  = "kube-proxy accepts forwarded packets that belong to no connection; the backend iptables drops them"
+		forwards = "kube-proxy accepts forwarded packets that it masquerades, before a DROP in the chain FORWARD; kpng accepts none"
 		services = "kube-proxy drops packets to addresses of ServiceCIDR objects that no service has; "
 	)
 	manifests := filepath.Join(t.TempDir(), "services.yaml")
@@ -199,16 +200,16 @@ func TestCheckSaysWhatModesDrop(t *testing.T) {
 		backend, config string
 		want            []string
 	}{
-		"the default mode":                {"nftables", "", []string{drops + "the backend nftables does so only with --drop-invalid"}},
-		"mode iptables":                   {"ebpf", "mode: iptables", []string{drops + "the backend ebpf does so only with --drop-invalid"}},
-		"a backend that never drops":      {"ipvs", "", []string{drops + "the backend ipvs does not"}},
-		"the same mode":                   {"iptables", "", nil},
-		"a liberal kube-proxy":            {"nftables", "conntrack: {tcpBeLiberal: true}", nil},
-		"a liberal iptables":              {"iptables", "conntrack: {tcpBeLiberal: true}", nil},
-		"kube-proxy drops the same":       {"nftables --drop-invalid", "", nil},
-		"from ipvs to iptables":           {"iptables", "mode: ipvs", []string{accepts}},
+		"the default mode":                {"nftables", "", []string{drops + "the backend nftables does so only with --drop-invalid", forwards}},
+		"mode iptables":                   {"ebpf", "mode: iptables", []string{drops + "the backend ebpf does so only with --drop-invalid", forwards}},
+		"a backend that never drops":      {"ipvs", "", []string{drops + "the backend ipvs does not", forwards}},
+		"the same mode":                   {"iptables", "", []string{forwards}},
+		"a liberal kube-proxy":            {"nftables", "conntrack: {tcpBeLiberal: true}", []string{forwards}},
+		"a liberal iptables":              {"iptables", "conntrack: {tcpBeLiberal: true}", []string{forwards}},
+		"kube-proxy drops the same":       {"nftables --drop-invalid", "", []string{forwards}},
+		"from ipvs to iptables":           {"iptables", "mode: ipvs", []string{accepts, forwards}},
 		"from nftables to iptables":       {"iptables", "mode: nftables", []string{accepts, services + "the backend iptables does not"}},
-		"from ipvs to a liberal iptables": {"iptables", "mode: ipvs\nconntrack: {tcpBeLiberal: true}", nil},
+		"from ipvs to a liberal iptables": {"iptables", "mode: ipvs\nconntrack: {tcpBeLiberal: true}", []string{forwards}},
 		"mode nftables":                   {"nftables", "mode: nftables", []string{services + "the backend nftables does so only with --service-cidr"}},
 		"service CIDRs are given":         {"nftables --service-cidr=10.0.0.0/16", "mode: nftables", nil},
 		"a backend without service CIDRs": {"ipvs", "mode: nftables", []string{services + "the backend ipvs does not"}},
@@ -225,7 +226,7 @@ func TestCheckSaysWhatModesDrop(t *testing.T) {
 			var relevant []string
 			for line := range strings.Lines(got) {
 				_, text, _ := strings.Cut(strings.TrimSpace(line), ": ")
-				if strings.HasPrefix(text, drops) || text == accepts || strings.HasPrefix(text, services) {
+				if strings.HasPrefix(text, drops) || text == accepts || text == forwards || strings.HasPrefix(text, services) {
 					relevant = append(relevant, text)
 				}
 			}

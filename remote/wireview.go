@@ -51,7 +51,7 @@ func sortEndpoints(list []wireEndpoint) {
 type audience int
 
 const (
-	// standard: clients that receive only endpoints whose field elsewhere is true.
+	// standard: clients that receive only endpoints with elsewhere set.
 	standard audience = iota
 	// complete: clients that requested all endpoints.
 	complete

@@ -2,8 +2,8 @@
 
 package sink
 
-// As finds a T in s, which usually is an interface such as [Cleaner]. It returns s if s is a
-// T. Otherwise it continues with the sink that s wraps, and so on.
+// As finds a T in s. T is usually an interface such as [Cleaner]. It returns s if s is a T.
+// Otherwise it continues with the sink that s wraps, and so on.
 //
 // A sink that wraps another sink has the method Unwrap() Sink, which returns the other
 // sink or nil. So the wrapper need not forward the optional methods of the other sink:

@@ -834,7 +834,7 @@ func (w *world) viewOf(key types.NamespacedName) (*api.View, bool) {
 	return w.rec.Views()[i], true
 }
 
-// A service changes at the time at which an isolated service is due.
+// A service changes at the moment when an isolated service is due.
 func TestChangeWhenAnIsolatedServiceIsDue(t *testing.T) {
 	poison := key("poison")
 	run(t, sink.Options{}, panicking(poison), func(w *world) {

@@ -50,7 +50,7 @@ type Driver struct {
 	largeWaited   bool            // the last Sync delivered other services while a large one waited
 
 	// The goroutine of Run writes the fields below with mu held and reads them without mu.
-	// All other goroutines hold mu for both.
+	// All other goroutines hold mu to read or write them.
 	mu      sync.Mutex
 	started bool
 	end     error // not nil after the end of Run

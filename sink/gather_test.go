@@ -106,8 +106,9 @@ func TestChangesOneAfterTheOtherAreNotGathered(t *testing.T) {
 }
 
 // TestPausesAfterChangesAtTheSameTime makes each change immediately after the previous Sync.
-// Each Sync takes 10 ms. A pause follows a Sync with two changes, or with one change while
-// another one waits, and the next 15 Syncs. No pause follows a pass.
+// Each Sync takes 10 ms. Pauses begin after a Sync with two changes, or with one change while
+// another change waits. A pause also follows each of the next 15 Syncs. No pause follows a
+// pass.
 func TestPausesAfterChangesAtTheSameTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const took = 10 * time.Millisecond

@@ -34,8 +34,8 @@ import (
 
 // Handler returns a handler that serves the page about a proxy, usually a *kpng.Proxy. It
 // calls the methods of proxy for each request, possibly concurrently. For the methods, see
-// those of kpng.Proxy. If proxy is also a [backends.Counter], the page shows the traffic that
-// its dataplane counts:
+// kpng.Proxy. If proxy is also a [backends.Counter], the page shows the traffic that its
+// dataplane counts:
 //
 //	status.Handler(struct {
 //		*node.Proxy

@@ -19,7 +19,7 @@ func parseAddr(s string) (netip.Addr, bool) {
 }
 
 // parsePrefix parses a CIDR by the rules of parseAddr, and clears the host bits. It
-// rejects a prefix of IPv4-mapped addresses, which has no clear IP family.
+// rejects a prefix of IPv4-mapped addresses, because its IP family is unclear.
 func parsePrefix(s string) (netip.Prefix, bool) {
 	p, err := netip.ParsePrefix(s)
 	if err != nil {

@@ -24,8 +24,8 @@ type shared struct {
 	endpointPorts map[api.EndpointPort][]api.EndpointPort
 }
 
-// hintKey represents hints with at most one node and at most one zone, which are the most
-// common.
+// hintKey represents hints with at most one node and at most one zone. These hints are the
+// most common.
 type hintKey struct{ node, zone string }
 
 // sharedValue returns the value for key in the map m. If there is none, it adds the result

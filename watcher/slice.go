@@ -24,8 +24,8 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	var r report
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		// If ServiceNameLabel is set, a slice without the label is for other proxies, which
-		// is not a problem.
+		// If ServiceNameLabel is set, a slice without the label is for other proxies. This
+		// is no problem.
 		if c.options.ServiceNameLabel == "" {
 			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
 		}

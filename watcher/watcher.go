@@ -166,8 +166,8 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 // WantsSlice reports whether the labels of s select s for the proxy. If
 // ServiceProxyName is not empty, it must be the value of the label
 // [LabelServiceProxyName] of s. If ServiceProxyName is empty, s must not belong to a
-// headless service. In this case WantsSlice ignores the label LabelServiceProxyName of
-// s, which may be outdated. As with kube-proxy, only the label of the service decides.
+// headless service. In this case WantsSlice ignores the label LabelServiceProxyName of s, because
+// it may be outdated. As with kube-proxy, only the label of the service decides.
 //
 // For its selectorless services (see [Selectorless]), a proxy with a ServiceProxyName
 // also needs slices without the label LabelServiceProxyName. The EndpointSlice controller
@@ -189,7 +189,7 @@ func Selectorless(s *corev1.Service) bool {
 	return len(s.Spec.Selector) == 0 && s.Spec.Type != corev1.ServiceTypeExternalName
 }
 
-// problem is the error for an invalid part of an object, which the converter omitted.
+// problem is the error for an invalid part of an object. The converter omitted this part.
 type problem string
 
 func (p problem) Error() string { return string(p) }

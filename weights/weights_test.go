@@ -108,7 +108,8 @@ func TestBackendsBecomeSlicesOfTheService(t *testing.T) {
 	}
 }
 
-// A backend without endpoints keeps its share of the connections, which the node refuses.
+// A backend without endpoints keeps its share of the connections. The node refuses these
+// connections.
 func TestConnectionsToMissingBackendsAreRefused(t *testing.T) {
 	serving := func(c api.Conditions) []*api.EndpointSlice {
 		return []*api.EndpointSlice{{

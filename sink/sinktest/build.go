@@ -148,7 +148,8 @@ func Node(name string, addrs ...string) *api.Node {
 	return n
 }
 
-// View returns a node's view of a service. The argument endpoints is that of [Slices]:
+// View returns a node's view of a service. The argument endpoints has the same form as in
+// [Slices]:
 //
 //	sinktest.View(sinktest.Node("node-1"), sinktest.Service("web", "10.96.0.1 80"), "10.1.0.1@node-1")
 //

@@ -94,7 +94,7 @@ func newSubject(open func(*memory) sink.Sink) *sinktest.Subject {
 }
 
 // eventsSubject keeps its Events sink through restarts, because a new Events sink does
-// not know what the earlier one has programmed.
+// not know the objects of the earlier sink.
 func eventsSubject(wrap func(sink.Handler) sink.Handler) func(testing.TB) *sinktest.Subject {
 	return func(testing.TB) *sinktest.Subject {
 		var s sink.Sink
@@ -163,7 +163,7 @@ func TestHistoriesFindFaults(t *testing.T) {
 }
 
 // trusting deletes only the frontends of Change.Old, even if the dataplane may have
-// other ones.
+// other frontends.
 type trusting struct{ m *memory }
 
 func (s *trusting) Sync(ctx context.Context, c *sink.Changes) error {

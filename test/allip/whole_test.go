@@ -415,7 +415,7 @@ func (n namespace) large(ip netip.Addr) error {
 	return nil
 }
 
-// begin begins a connection. It returns the source that the other machine sees.
+// begin begins a connection. It returns the source address that the other machine sees.
 func (n namespace) begin(kind string, ip netip.Addr) (string, error) {
 	switch kind {
 	case "tcp":

@@ -252,7 +252,7 @@ func (p *probe) await(ctx context.Context, condition func() bool) error {
 	return nil
 }
 
-// usage is what a service proxy has used.
+// usage has the CPU time and the memory that a service proxy has used.
 type usage struct {
 	cpu  float64 // seconds, including ended child processes
 	peak int     // maximum of resident memory since the last call of reset_peak, in MB

@@ -152,7 +152,7 @@ kind: KubeProxyConfiguration
 mode: %s
 conntrack: {maxPerCore: 0}
 `, m.version, *mode))
-	// kubeadm looks for the static pod of the API server, which is not a pod here.
+	// kubeadm looks for the static pod of the API server. Here, the API server is not a pod.
 	apply(t, "kube-system", `
 apiVersion: v1
 kind: Pod

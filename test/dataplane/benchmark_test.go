@@ -160,8 +160,8 @@ func (c *cluster) loadModules(b *testing.B, p proxy) {
 }
 
 // flush deletes everything that proxies program in the network namespace: all nftables
-// tables, including those of iptables, all sets of ipset, the state of IPVS, and all eBPF
-// maps and links.
+// tables, including the tables of iptables, all sets of ipset, the state of IPVS, and all
+// eBPF maps and links.
 func flush(b testing.TB) {
 	b.Helper()
 	if err := os.RemoveAll(filepath.Join(bpffs, "kpng-ebpf")); err != nil {

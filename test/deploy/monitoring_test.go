@@ -209,8 +209,8 @@ func TestPrometheusFindsTheProxies(t *testing.T) {
 	}
 }
 
-// compareTargets compares the targets that a configuration makes from pods with the
-// containers that serve metrics, and returns the number of these containers.
+// compareTargets applies a configuration to pods. The targets must be the containers that
+// serve metrics. It returns the number of these containers.
 func compareTargets(t *testing.T, config []any, pods []*unstructured.Unstructured) (found int) {
 	t.Helper()
 	for _, object := range pods {

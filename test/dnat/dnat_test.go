@@ -122,7 +122,7 @@ func TestScript(t *testing.T) {
 func addrs(a string) api.IPSet { return api.NewIPSet(netip.MustParseAddr(a)) }
 
 // serve runs a kpng server with the given state until the test ends. The server listens
-// on a unix socket, whose address serve returns.
+// on a unix socket. The result is the address of this socket.
 func serve(t *testing.T, state *cluster.State) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kpng.sock")

@@ -99,7 +99,7 @@ func (w *world) check(err error) {
 	}
 }
 
-// apply creates or changes objects, which are in YAML.
+// apply creates or changes the objects in a YAML text.
 func (w *world) apply(text string) {
 	w.t.Helper()
 	for _, document := range strings.Split(text, "\n---\n") {

@@ -35,7 +35,7 @@ const (
 )
 
 // withoutCollection makes costs of small sizes comparable. Otherwise some sizes need no
-// garbage collection, and others several.
+// garbage collection, and other sizes need several.
 var withoutCollection = []string{"GOGC=off", "GOMEMLIMIT=1GiB"}
 
 // Costs below these minima are not compared, because they vary too much.

@@ -39,7 +39,7 @@ const (
 	innocents = "innocents"
 	// patience limits the time in which the proxy uses no CPU time. Then the harness gives up.
 	patience = 20 * time.Second
-	// kubeProxyPatience limits the time for one phase of kube-proxy, which retries for ever.
+	// kubeProxyPatience limits the time for one phase, because kube-proxy retries for ever.
 	kubeProxyPatience = 5 * time.Minute
 	// pause is the least time between two changes of the innocent service.
 	pause = 20 * time.Millisecond

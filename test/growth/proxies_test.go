@@ -325,7 +325,7 @@ func (n *node) switchUsage() time.Duration {
 	return n.cpuTime(n.switches.Daemon.Pid)
 }
 
-// cpuTime returns the CPU time of a process, without that of its children.
+// cpuTime returns the CPU time of a process, without its children.
 func (n *node) cpuTime(pid int) time.Duration {
 	var used unix.Timespec
 	if err := unix.ClockGettime(int32(^pid<<3|2), &used); err != nil { // see clock_getcpuclockid

@@ -35,11 +35,11 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// BenchmarkWatchers measures what one node costs the API server if the node reads it with
-// kpng or with kube-proxy: the memory of the connection with its watches, the CPU time for
-// a changed EndpointSlice, and the CPU time for a start. It records the requests of one
-// real process. Then many clients, each with a connection of its own, send the same
-// requests and do not decode the answers.
+// BenchmarkWatchers measures the costs of one node for the API server, with kpng and with
+// kube-proxy: the memory of the connection with its watches, the CPU time for a changed
+// EndpointSlice, and the CPU time for a start. It records the requests of one real process.
+// Then many clients, each with a connection of its own, send the same requests and do not
+// decode the answers.
 func BenchmarkWatchers(b *testing.B) {
 	server := apiserver.Start(b, apiserver.Options{})
 	*services = 200

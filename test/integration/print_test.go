@@ -53,7 +53,7 @@ func (w *walk) run(t *testing.T, steps []step) {
 			w.general.expect(s.general...)
 		})
 		if !ok {
-			return // each step depends on the previous ones
+			return // each step depends on the previous steps
 		}
 	}
 }

@@ -159,7 +159,7 @@ type endpointMaker struct {
 	hints      int // 0: no hints, 1: mostly zone hints, 2: mostly zone and node hints, else any hints
 	conditions int // 0: any conditions, 1: no endpoint is ready, 2: all endpoints are ready
 	service    string
-	next       func() int // the number of the next endpoint, which is a part of its address
+	next       func() int // the number of the next endpoint; the endpoint's address contains this number
 }
 
 // endpointMaker numbers the endpoints from 1 on.

@@ -34,7 +34,7 @@ var (
 
 // TestHistories plays random histories of a cluster to a whole kpng, from the watcher to
 // the objects of a dataplane, and to the trackers of kube-proxy. Whenever the cluster and
-// its connections have been quiet for some time, both must have decided the same.
+// its connections have been quiet for some time, both must have made the same decisions.
 //
 // The seed determines the steps of a history. If a history fails, the test reduces it to the
 // steps that the failure needs.
@@ -315,7 +315,7 @@ func (w *world) hasOtherPorts(key string) bool {
 	return c.service != nil && c.hasOtherPorts()
 }
 
-// name returns the name of a service, which may not exist.
+// name returns the name of a service. The service may not exist.
 func (w *world) name() string { return fmt.Sprint("svc", w.random.IntN(4)) }
 
 // wanted returns the service if the proxy has to serve it, and otherwise nil.

@@ -70,8 +70,8 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 	}
 }
 
-// compare calls report for each decision that differs and that docs/reference/semantics.md does not
-// declare. It counts verdicts and declared differences.
+// compare calls report for each difference that docs/reference/semantics.md does not declare. It
+// counts verdicts and declared differences.
 func compare(kubeProxy, kpng decided, otherPort bool, verdicts, declared map[string]int, report func(format string, args ...any)) {
 	for _, at := range keysOf(kubeProxy.frontends, kpng.frontends) {
 		want, got := kubeProxy.frontends[at], kpng.frontends[at]

@@ -363,7 +363,7 @@ var situations = map[string]func(s *situation){
 }
 
 // TestSituations plays fixed histories with both watchers and both kinds of sinks. The result
-// must be the expected one, and the same as that of kube-proxy's trackers.
+// must be as expected, and equal to the result of kube-proxy's trackers.
 func TestSituations(t *testing.T) {
 	discardLogs()
 	for name, play := range situations {

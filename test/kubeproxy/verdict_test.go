@@ -153,7 +153,7 @@ func TestFieldsGetKubeProxysVerdict(t *testing.T) {
 		for _, mode := range modes {
 			for _, value := range values {
 				if text, ok := value.(string); ok && name == "showHiddenMetricsForVersion" && text != "" {
-					continue // depends on the version of kube-proxy, which a test does not have
+					continue // depends on the version of kube-proxy; a test has no such version
 				}
 				compareVerdicts(t, fmt.Sprintf("%s in mode %s", name, mode), file(t, mode, path, value))
 			}

@@ -26,8 +26,8 @@ var versions = flag.String("versions", "", "test with these versions of controll
 
 const example = "../../examples/controller-runtime"
 
-// build builds the example with a version of controller-runtime, or with that of its
-// go.mod if version is "".
+// build builds the example with a version of controller-runtime, or with the version in
+// its go.mod if version is "".
 func build(t *testing.T, version string) string {
 	t.Helper()
 	program := filepath.Join(t.TempDir(), "program")

@@ -17,8 +17,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestEvents checks the Events that kpng writes, with the least permissions for that, and
-// the log of a kpng without these permissions.
+// TestEvents checks the Events of a kpng with the least permissions that it needs for
+// Events, and the log of a kpng without these permissions.
 func TestEvents(t *testing.T) {
 	w := newWorld(t)
 	t.Cleanup(func() { w.cleanUp("nftables") })

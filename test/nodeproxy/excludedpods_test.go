@@ -75,8 +75,9 @@ func (w *cgroups) handler(c *netnstest.Cgroup) string {
 	return fmt.Sprintf("translated %d, left %d", nowTranslated-translated, nowLeft-left)
 }
 
-// counts returns the number of connections that eBPF has handled, and the number that it
-// has left to the other sink because the process is excluded.
+// counts returns two numbers of connections: translated for the connections that eBPF has
+// handled, and left for the connections of excluded processes. eBPF leaves these to the other
+// sink.
 func (w *cgroups) counts() (translated, left int) {
 	_, page := w.get(w.node, "http://"+metricsAddress+"/metrics")
 	for line := range strings.Lines(page) {

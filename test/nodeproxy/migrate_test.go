@@ -24,7 +24,7 @@ import (
 
 // TestKubeProxyAndKpngReplaceEachOther moves a node from kube-proxy to kpng and back under
 // traffic, as DaemonSets and the tasks of the Helm chart do: both proxies use the same ports,
-// the old one ends when the new one starts, and "kpng wait" delays the cleanup.
+// the old proxy ends when the new proxy starts, and "kpng wait" delays the cleanup.
 func TestKubeProxyAndKpngReplaceEachOther(t *testing.T) {
 	for _, mode := range []string{"nftables", "iptables"} {
 		t.Run(mode, func(t *testing.T) { replaceKubeProxy(t, mode) })

@@ -394,7 +394,7 @@ func (w *world) expected() string {
 
 func name(i int) string { return fmt.Sprintf("svc-%d", i) }
 
-// create creates service i with three endpoints, of which one is on the node.
+// create creates service i with three endpoints. One of them is on the node.
 func (w *world) create(i int) {
 	w.Helper()
 	made, err := w.client.CoreV1().Services(w.namespace).Create(w.Context(), &corev1.Service{

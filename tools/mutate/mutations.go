@@ -17,8 +17,8 @@ import (
 // mutant is a small fault in the code of a package.
 type mutant struct {
 	pos token.Position
-	// key identifies the mutant by its function, its line without a comment, and what it
-	// changes. So it stays the same when other lines and comments change.
+	// key identifies the mutant by its function, its line without a comment, and its change.
+	// So it stays the same when other lines and comments change.
 	key key
 }
 
@@ -105,7 +105,7 @@ func receiver(e ast.Expr) string {
 	}
 }
 
-// walk adds the mutants in n, which is in a function with the given results.
+// walk adds the mutants in n. The function that contains n has the given results.
 func (m *mutator) walk(n ast.Node, results *types.Tuple) {
 	ast.Inspect(n, func(n ast.Node) bool {
 		switch n := n.(type) {

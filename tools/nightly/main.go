@@ -8,9 +8,9 @@
 //	.ci/nightly --docs       write the results into the documentation
 //
 // A PATTERN is the name of a part, or a pattern such as 'bench-*'. Parts that are long run
-// only if a pattern names them. With --jobs N, N parts run at the same time (default 2). Parts
-// that measure durations, or that need something of which the host has only one, run alone
-// after the others.
+// only if a pattern names them. With --jobs N, N parts run at the same time (default 2). A
+// part runs alone, after the others, if it measures durations or needs something that exists
+// only once on the host.
 //
 // The result of a part is a line of JSON at the end of results/PART.jsonl. A result applies
 // to the code of a commit: all files except the folders results and docs, and Markdown

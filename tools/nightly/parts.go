@@ -14,7 +14,7 @@ type part struct {
 	// About describes the part in the documentation, as Markdown.
 	About string
 	Limit time.Duration
-	// Needs has the programs that the part needs besides those of hack/test.
+	// Needs has the programs that the part needs besides the programs of hack/test.
 	Needs []string
 	// Command is run by bash in the root of the repository.
 	Command string

@@ -12,9 +12,9 @@
 //	release image FILE NAME LICENCES PLATFORM=PROGRAM[,DIRECTORY]...
 //	                               writes an image as an OCI layout, and prints its digest
 //
-// The image contains the program, the files of the directory LICENCES, and those of
-// DIRECTORY. On Linux, it also contains the certificates of public authorities. Each DEB is
-// a package of Debian, from which DIRECTORY was made.
+// The image contains the program and the files of the directories LICENCES and DIRECTORY.
+// On Linux, it also contains the certificates of public authorities. Each DEB is a package
+// of Debian, from which DIRECTORY was made.
 package main
 
 import (

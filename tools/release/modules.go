@@ -136,8 +136,8 @@ func (p *program) modules() ([]*linked, error) {
 	return modules, nil
 }
 
-// addLicences adds the licences and notices that apply to the directory of a package:
-// those in the directory and in its parents, up to the top of the module.
+// addLicences adds the licences and notices that apply to the directory of a package. They
+// are in this directory and in its parents, up to the top of the module.
 func addLicences(to []string, dir, top string) ([]string, error) {
 	for ; ; dir = filepath.Dir(dir) {
 		files, err := os.ReadDir(dir)

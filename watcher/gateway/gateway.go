@@ -11,8 +11,8 @@
 // and the cluster's DNS gives it a name. Its label
 // service.kubernetes.io/service-proxy-name makes kube-proxy ignore it. In the state,
 // the Gateway has the cluster IPs of this Service, and the endpoints of the backends of
-// its routes. A state is for one node, because connections to backends without
-// endpoints go to an address of this node, which refuses them (see [weights.Divide]).
+// its routes. A state is for one node, because connections to backends without endpoints go to
+// an address of this node. The node refuses them (see [weights.Divide]).
 //
 // The Gateway API must have version 1.6 or later, with TCPRoute and UDPRoute in v1.
 //

@@ -23,7 +23,7 @@ var resources = map[string]schema.GroupVersionResource{
 	"ReferenceGrant": {Group: group, Version: "v1", Resource: "referencegrants"},
 }
 
-// object has those fields of all kinds of objects that this package needs.
+// object has the fields that this package needs, for all kinds of objects.
 type object struct {
 	metav1.TypeMeta
 	metav1.ObjectMeta `json:"metadata"`

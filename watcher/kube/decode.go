@@ -15,9 +15,8 @@ import (
 )
 
 // Objects are decoded from protobuf without the fields that the proxy does not need. Most
-// of an object is information for other programs, such as metadata.managedFields. The
-// numbers of fields are those in the files generated.proto of k8s.io/api and
-// k8s.io/apimachinery.
+// of an object is information for other programs, such as metadata.managedFields. The numbers of
+// fields come from the files generated.proto of k8s.io/api and k8s.io/apimachinery.
 
 // decoder decodes an object from protobuf. The next call may change the result of the
 // previous call. After an error the result contains only the fields that precede the

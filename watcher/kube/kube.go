@@ -129,7 +129,7 @@ func newWatch(ctx context.Context, state *cluster.State, opts Options) *watch {
 	return &watch{opts: opts, state: state, logger: klog.FromContext(ctx), outages: map[string]*outage{}}
 }
 
-// close waits for the goroutines of the watch, whose context has ended.
+// close waits for the goroutines of the watch. The context of the watch has ended.
 func (w *watch) close() {
 	w.running.Wait()
 	w.decoding.Lock()

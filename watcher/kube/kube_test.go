@@ -647,7 +647,7 @@ func TestInvalidOptionsAreErrors(t *testing.T) {
 	}
 }
 
-// swappedInformers returns informers of wrong kinds, which have no objects.
+// swappedInformers returns informers of wrong kinds, without objects.
 func swappedInformers() *Informers {
 	factory := informers.NewSharedInformerFactory(nil, 0)
 	return &Informers{

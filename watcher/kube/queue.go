@@ -10,10 +10,10 @@ import (
 )
 
 // queue passes the events of a reflector or informer to its store. It keeps the last
-// event of each object until the store has converted and written the earlier ones. So
-// if several events of one object wait, they cost only one conversion. The memory for
-// waiting events depends on the number of objects, not on the number of events. The
-// objects are in the order of their first waiting events.
+// event of each object until the store has converted and written the earlier events. So if
+// several events of one object wait, they cost only one conversion. The memory for waiting
+// events depends on the number of objects, not on the number of events. The objects are in
+// the order of their first waiting events.
 type queue struct {
 	objectStore
 

@@ -96,8 +96,8 @@ type objectStore interface {
 	// decode decodes an object in protobuf and reduces it. If it cannot decode the object, it
 	// logs an error, and marks the item as unreadable.
 	decode(object []byte) runtime.Object
-	// postpone returns an item for an object in protobuf, which is decoded when it is written.
-	// If it finds no metadata in the object, it decodes the object immediately.
+	// postpone returns an item for an object in protobuf. The object is decoded when it is
+	// written. If it finds no metadata in the object, it decodes the object immediately.
 	postpone(object []byte) runtime.Object
 	// postponeObject is like postpone, but for a decoded object. It returns objects that are
 	// not of the store's kind unchanged.

@@ -2,7 +2,7 @@
 
 // Package objects follows objects of any kinds in an API server, for sources that
 // derive services from objects of other kinds. Like a controller, it keeps the objects,
-// finds those that depend on a changed object, and retries after errors.
+// finds the objects that depend on a changed object, and retries after errors.
 //
 // The program declares a type with the fields that it needs. One type serves all kinds: the
 // JSON form of an object sets the fields that the object has.

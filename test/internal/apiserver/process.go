@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	// startPatience limits the time without log lines before a process is ready. On busy
-	// machines and emulated ones, a start can take minutes.
+	// startPatience limits the time without log lines before a process is ready. On busy or
+	// emulated machines, a start can take minutes.
 	startPatience = 2 * time.Minute
 	// stopTimeout limits the time until a process has ended after a signal. An API server
 	// waits a minute for its clients to end their watches.

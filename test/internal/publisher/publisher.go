@@ -112,7 +112,7 @@ func (p *Publisher) node(ctx context.Context, want *corev1.Node) error {
 
 // setHealthCheckNodePort sets the health-check node port of a service that needs one. The
 // API server would choose a random port, possibly a node port of a later service of the
-// kit. The kit's node ports are the lowest ones.
+// kit. The kit uses the lowest node ports.
 func (p *Publisher) setHealthCheckNodePort(s *corev1.Service) {
 	if s.Spec.Type == corev1.ServiceTypeLoadBalancer && s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && s.Spec.HealthCheckNodePort == 0 {
 		s.Spec.HealthCheckNodePort = 32767 - p.healthChecks

@@ -419,6 +419,26 @@ func TestManySlicesAfterARefusal(t *testing.T) {
 	}
 }
 
+// In one Update, a long list of slices becomes short, and then its slices become large.
+func TestLargeSlicesOfAListThatWasLong(t *testing.T) {
+	state := cluster.New(cluster.Options{MaxElements: 40})
+	state.SetSynced()
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a", 1, "10.0.0.1", 1))
+		for i := range 9 {
+			tx.SetSlice(sliceOf(fmt.Sprint("a-", i), "a", 0))
+		}
+		tx.DeleteSlice(key("a-8"))
+		for i := range 8 {
+			tx.SetSlice(sliceOf(fmt.Sprint("a-", i), "a", 5))
+		}
+	})
+	want := []string{"a [1] a-0=5 a-1=5 a-2=5 a-3=5 a-4=5 a-5=5 a-6=2", "refused a"}
+	if diff := gocmp.Diff(want, served(state)); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
 // TestReportsAreSorted refuses several services in one Update.
 func TestReportsAreSorted(t *testing.T) {
 	var reports []string

@@ -133,6 +133,24 @@ func TestExplainsTheListsOfDuplicates(t *testing.T) {
 	}
 }
 
+func TestExplainsWhichPortsASliceHas(t *testing.T) {
+	const noPort = "10.0.0.1 of slice a on no known node: its slice has no port of the same name and protocol"
+	for ports, want := range map[string]string{
+		"":                                noPort + "\n",
+		"a=1 b=0 c=3 d=4 e=5":             noPort + `; it has "a"/TCP, "b"/TCP without a number, "c"/TCP, "d"/TCP, "e"/TCP` + "\n",
+		"a=1 b=2 c=3 d=4 e=5 f=6 g=7 h=8": noPort + `; it has "a"/TCP, "b"/TCP, "c"/TCP, "d"/TCP, "e"/TCP, 3 more` + "\n",
+	} {
+		state := &api.ServiceState{Service: service(), Slices: endpointSlices("slice a " + ports + "\n10.0.0.1 ready")}
+		state.Service.Ports[0].Name = "http"
+		if ports == "" {
+			state.Slices[0].Ports = nil
+		}
+		if e := Explain(state, thisNode); !strings.Contains(e.String(), want) {
+			t.Errorf("the explanation lacks %q:\n%s", want, e)
+		}
+	}
+}
+
 func TestExplainsWhyHintsAreIgnored(t *testing.T) {
 	for _, c := range []struct{ name, endpoints, want string }{
 		{"no hints", "10.0.0.1 ready\n10.0.0.2 ready", "topology: no hints; all ready endpoints"},

@@ -28,9 +28,9 @@ import (
 // Options select the source of the cluster's state, the node, and the services to proxy.
 // The zero value selects this machine's node and the services that kube-proxy serves.
 //
-// At most one of Kubeconfig, Config, Informers, Manifests and Source may be set. If none is
-// set, kpng uses the pod's service account. Outside a cluster it uses the same kubeconfig as
-// kubectl: $KUBECONFIG, else ~/.kube/config.
+// At most one of Kubeconfig, Config, Informers, Manifests and Source may be set. If none of
+// them is set, kpng uses the pod's service account. Outside a cluster, it uses the same
+// kubeconfig as kubectl: $KUBECONFIG, else ~/.kube/config.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig file.
 	Kubeconfig string
@@ -39,12 +39,12 @@ type Options struct {
 	// Informers are informers that the program already runs. The library then starts no
 	// watches of its own.
 	Informers *kube.Informers
-	// Manifests is a file or folder of Kubernetes manifests. The library reads it instead
-	// of an API server and follows its changes.
+	// Manifests is the path of a file or folder with Kubernetes manifests. The library
+	// reads the manifests instead of an API server, and follows their changes.
 	Manifests string
-	// Source is a source of your own. This function writes the services, slices and nodes
-	// to state until ctx ends. It calls state.SetSynced when it has written all of them.
-	// If it returns an error earlier, Run returns that error. Run then ignores
+	// Source is your own source: a function that writes the services, slices and nodes to
+	// state until ctx ends. It calls state.SetSynced when it has written all of them. If
+	// it returns an error earlier, Run returns that error. With Source, Run ignores
 	// Options.Services.
 	Source func(ctx context.Context, state *cluster.State) error
 
@@ -73,9 +73,9 @@ type Sink struct {
 	Options sink.Options
 }
 
-// NodeName returns the node name by kube-proxy's rules: the given name, or else the
-// environment variable NODE_NAME, or else the host name. The result is in lower case and
-// has no surrounding white space.
+// NodeName returns the node name by kube-proxy's rules. This is the given name, or else
+// the value of the environment variable NODE_NAME, or else the host name. The result is
+// in lower case and has no surrounding white space.
 func NodeName(given string) (string, error) {
 	for _, name := range [...]string{given, os.Getenv("NODE_NAME")} {
 		if name = strings.ToLower(strings.TrimSpace(name)); name != "" {
@@ -102,7 +102,7 @@ type Proxy struct {
 
 	started   atomic.Bool
 	nodeKnown atomic.Bool // the Node object exists or existed
-	// life ends when Run returns. Its cause contains the error of Run.
+	// The context life ends when Run returns. Its cause contains the error of Run.
 	life context.Context
 	end  context.CancelCauseFunc
 }
@@ -166,7 +166,7 @@ func named(sinks []Sink) ([]Sink, error) {
 	return sinks, nil
 }
 
-// same reports whether a and b are the same pointer. For pointers to values of size 0,
+// same reports whether both sinks are the same pointer. For pointers to values of size 0,
 // it returns false, because Go does not distinguish such pointers.
 func same(a, b sink.Sink) bool {
 	t := reflect.TypeOf(a)
@@ -244,8 +244,9 @@ func (p *Proxy) Run(ctx context.Context) (err error) {
 	return err
 }
 
-// followNode waits for the Node object. If it does not exist at first, followNode logs an
-// error. If the node name is misspelt, only that error shows why no endpoint is local.
+// followNode waits for the Node object. If the object does not exist at first, followNode
+// logs an error. If the node name is misspelt, only that error shows why no endpoint is
+// local.
 func (p *Proxy) followNode(ctx context.Context) error {
 	var revision uint64
 	for {
@@ -313,9 +314,9 @@ func (p *Proxy) StartOver() {
 }
 
 // WaitSynced returns nil when every sink has programmed every service, except failing
-// services. If StartOver was called before, it waits for the requested passes. If ctx
-// or Run ends earlier, it returns an error that names each sink that is not synced,
-// with the reasons. It may be called before Run.
+// services. If StartOver was called before, it waits for the requested passes. If ctx or
+// Run ends earlier, the error names each sink that is not synced, with the reasons. It
+// may be called before Run.
 func (p *Proxy) WaitSynced(ctx context.Context) error {
 	ctx, cancel := p.untilEnd(ctx)
 	defer cancel()
@@ -327,9 +328,9 @@ func (p *Proxy) WaitSynced(ctx context.Context) error {
 }
 
 // WaitApplied returns nil when every sink has acknowledged the present state of the
-// cluster. So it also waits for services that fail. If ctx or Run ends earlier, it returns
-// an error that names each sink that is not up to date, and its services. It may be called
-// before Run.
+// cluster. So it also waits for services that fail. If ctx or Run ends earlier, the error
+// names each sink that is not up to date, and the services that the sink lacks. It may be
+// called before Run.
 func (p *Proxy) WaitApplied(ctx context.Context) error {
 	ctx, cancel := p.untilEnd(ctx)
 	defer cancel()

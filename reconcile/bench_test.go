@@ -16,7 +16,8 @@ import (
 
 type benchKey struct{ key [39]byte }
 
-// memory is a dataplane that lists the objects of all services. They have 100 objects each.
+// memory is a dataplane that lists the objects of all services. Each service has 100
+// objects.
 type memory struct {
 	views   []*api.View // listed
 	number  map[string]int
@@ -48,7 +49,7 @@ func (m *memory) List(_ context.Context, emit func(benchKey, uint64)) error {
 func (m *memory) Apply(context.Context, []Op[benchKey, uint64]) error { return nil }
 
 // BenchmarkObjects measures changes of one object. It also measures the first pass, a pass
-// that changes nothing, and the memory of the Reconciler for each object.
+// that changes nothing, and the Reconciler's memory for each object.
 func BenchmarkObjects(b *testing.B) {
 	for _, services := range []int{100, 10_000} {
 		b.Run(fmt.Sprint(services*100), func(b *testing.B) {
@@ -103,7 +104,7 @@ func BenchmarkObjects(b *testing.B) {
 	}
 }
 
-// sharing plans an object for each service, and one that all services share.
+// sharing plans one object for each service, and one object that all services share.
 type sharing struct{}
 
 func (sharing) Plan(view *api.View, emit func(string, int)) error {
@@ -117,7 +118,7 @@ func (sharing) List(context.Context, func(string, int)) error { return nil }
 func (sharing) Apply(context.Context, []Op[string, int]) error { return nil }
 
 // BenchmarkSharedObject delivers services that share an object, and then deletes them. The
-// cost of a service must not grow with their number.
+// cost of one service must not grow with the number of services.
 func BenchmarkSharedObject(b *testing.B) {
 	for _, services := range []int{1_000, 30_000} {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {

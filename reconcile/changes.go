@@ -17,11 +17,11 @@ import (
 type changes[K comparable, V any] struct {
 	*reconciler[K, V]
 	failed sink.Failed
-	// touched are the objects whose users or wanted values change.
+	// touched has the objects whose users or wanted values change.
 	touched []*touch[K, V]
 	index   map[*object[K, V]]*touch[K, V]
-	// delivered has the services in this Sync, and parent has their parts. A part is named by
-	// the index of one of its services, see root.
+	// delivered has the services in this Sync, and parent has the parts of these services.
+	// The index of one of its services identifies a part, see root.
 	delivered []*service[K, V]
 	parent    []int
 	plans     plans[K, V]
@@ -30,17 +30,18 @@ type changes[K comparable, V any] struct {
 // touch is an object whose users or wanted value change.
 type touch[K comparable, V any] struct {
 	*object[K, V]
-	// before are the users before this Sync.
+	// before has the users before this Sync.
 	before users[K, V]
-	// want is the value that was emitted last, and from is the service that needs it, or nil.
+	// want is the value that was emitted last, and from is the service that needs this value,
+	// or nil.
 	want V
 	from *service[K, V]
-	// by are the indexes of the services that now need the object or have released it.
+	// by has the indexes of the services that now need the object or have released it.
 	by []int
 }
 
-// deliver replaces the objects of a service by those that its view needs. A service
-// without a view needs none.
+// deliver replaces the objects of a service by the objects that its view needs. A service
+// without a view needs no objects.
 func (t *changes[K, V]) deliver(key types.NamespacedName, view *api.View) {
 	s := t.service(key)
 	n := len(t.delivered)
@@ -96,8 +97,8 @@ func (r *reconciler[K, V]) object(k K) *object[K, V] {
 	return o
 }
 
-// touch records that the service with the index by changes an object, and returns the
-// record.
+// touch records that a service changes an object, and returns the record. The argument by
+// is the index of the service.
 func (t *changes[K, V]) touch(o *object[K, V], by int) *touch[K, V] {
 	c := t.index[o]
 	if c == nil {
@@ -111,7 +112,8 @@ func (t *changes[K, V]) touch(o *object[K, V], by int) *touch[K, V] {
 	return c
 }
 
-// op returns the operation that an object needs. If it needs none, ok is false.
+// op returns the operation that an object needs. If the object needs no operation, ok is
+// false.
 func (t *changes[K, V]) op(c *touch[K, V]) (op Op[K, V], ok bool) {
 	owner := c.users.owner
 	switch {
@@ -130,15 +132,16 @@ func (t *changes[K, V]) op(c *touch[K, V]) (op Op[K, V], ok bool) {
 		c.users.own(heir)
 		return t.setting(c.object, want)
 	}
-	// Only failing services need the object. If its depth is above 0, it stays, because
-	// objects of these services may refer to it. At depth 0, it is deleted, because its
-	// value may refer to a missing object.
+	// Only failing services need the object. An object at a depth above 0 stays, because
+	// objects of these services may refer to it. An object at depth 0 is deleted, because
+	// its value may refer to a missing object.
 	op = t.deletion(c.object)
 	op.Service = owner.key
 	return op, c.exists && t.opts.Depth(c.key) == 0
 }
 
-// heir returns a user that can inherit an object, and the value that it needs.
+// heir returns a user that can inherit an object. It also returns the value that this
+// user needs.
 func (t *changes[K, V]) heir(c *touch[K, V]) (heir *service[K, V], want V) {
 	heir = c.users.find(func(u *service[K, V]) (ok bool) {
 		for _, view := range []*api.View{u.next, u.view} {
@@ -159,7 +162,7 @@ func (r *reconciler[K, V]) deletion(o *object[K, V]) Op[K, V] {
 }
 
 // setting returns the operation that sets an object to the value that its owner needs. If
-// it has this value, ok is false.
+// the object already has this value, ok is false.
 func (r *reconciler[K, V]) setting(o *object[K, V], want V) (op Op[K, V], ok bool) {
 	op = Op[K, V]{Key: o.key, New: &want, Service: o.users.owner.key, object: o}
 	if o.exists {
@@ -168,7 +171,7 @@ func (r *reconciler[K, V]) setting(o *object[K, V], want V) (op Op[K, V], ok boo
 	return op, !o.exists || !r.opts.Equal(o.value, want)
 }
 
-// plan emits the objects that a view needs. For baseView, these are the base objects.
+// plan emits the objects that a view needs. The view baseView needs the base objects.
 func (r *reconciler[K, V]) plan(view *api.View, emit func(K, V)) error {
 	switch view {
 	case nil:
@@ -183,8 +186,8 @@ func (r *reconciler[K, V]) plan(view *api.View, emit func(K, V)) error {
 // plans caches the plans of views.
 type plans[K comparable, V any] map[*api.View]map[K]V
 
-// of returns the plan of a view. If the plan is not in p, it plans the view again. If
-// that fails, the result is incomplete.
+// of returns the plan of a view. If the cache p does not have the plan, of plans the view
+// again. If this fails, the result is incomplete.
 func (p plans[K, V]) of(r *reconciler[K, V], view *api.View) map[K]V {
 	plan, ok := p[view]
 	if !ok {
@@ -198,7 +201,8 @@ func (p plans[K, V]) of(r *reconciler[K, V], view *api.View) map[K]V {
 	return plan
 }
 
-// root returns the index that names the part of the service with the index i.
+// root returns the index that identifies the part to which the service with the index i
+// belongs.
 func (t *changes[K, V]) root(i int) int {
 	for t.parent[i] != i {
 		t.parent[i] = t.parent[t.parent[i]]
@@ -207,8 +211,8 @@ func (t *changes[K, V]) root(i int) int {
 	return i
 }
 
-// parts returns the operations by part. A part has all operations of the services that
-// change the same objects.
+// parts returns the operations, grouped by part. A part has all operations of those
+// services that change the same objects.
 func (t *changes[K, V]) parts() (parts [][]Op[K, V]) {
 	var ops []Op[K, V]
 	var first []int // for each operation, a service that changes its object
@@ -246,7 +250,7 @@ func (t *changes[K, V]) apply(ctx context.Context) error {
 		}
 	}
 	for _, c := range t.touched {
-		for _, i := range c.by { // failing services keep the objects that they have released
+		for _, i := range c.by { // a failing service keeps the objects that it has released
 			if s := t.delivered[i]; s.failed && c.exists && c.before.has(s) && !c.users.has(s) {
 				c.users.add(s)
 				s.objects = append(s.objects, c.object)
@@ -267,15 +271,15 @@ func (t *changes[K, V]) apply(ctx context.Context) error {
 	return t.failed[baseKey]
 }
 
-// fail records that all services that change the object of c fail with err. The object
-// gets back its former users, and at depth 0 its former owner.
+// fail records an error for all services that change the object of c. The object gets
+// back its former users. At depth 0, it also gets back its former owner.
 func (t *changes[K, V]) fail(c *touch[K, V], err error) {
 	for _, i := range c.by {
 		s := t.delivered[i]
 		if s.failed = true; t.failed[s.key] == nil {
 			t.failed.Add(s.key, err)
 		}
-		if !c.users.has(s) { // it has released the object
+		if !c.users.has(s) { // the service has released the object
 			c.users.add(s)
 			s.objects = append(s.objects, c.object)
 		}
@@ -287,9 +291,9 @@ func (t *changes[K, V]) fail(c *touch[K, V], err error) {
 	}
 }
 
-// applyParts applies parts, several of them in one call of Apply. It returns the
-// operations that have failed. It returns an error only if the state of the dataplane
-// is unknown.
+// applyParts applies parts. One call of Apply gets several parts. The result has the
+// errors of failed operations. It returns an error only if the state of the dataplane is
+// unknown.
 func (r *reconciler[K, V]) applyParts(ctx context.Context, parts [][]Op[K, V]) (Failed[K], error) {
 	failed := Failed[K]{}
 	for len(parts) > 0 {
@@ -352,8 +356,8 @@ func (r *reconciler[K, V]) sort(ops []Op[K, V]) {
 	slices.SortStableFunc(ops, func(a, b Op[K, V]) int { return cmp.Compare(rank(&a), rank(&b)) })
 }
 
-// applyDeletions deletes objects, one depth after the other. If some deletions fail, deeper
-// objects stay, because the objects that stay may refer to them.
+// applyDeletions deletes objects, one depth after the other. If some deletions fail, all
+// deeper objects stay, because the objects that were not deleted may refer to them.
 func (r *reconciler[K, V]) applyDeletions(ctx context.Context, ops []Op[K, V]) (failed Failed[K], err error) {
 	r.sort(ops)
 	for len(ops) > 0 && len(failed) == 0 && err == nil {

@@ -22,23 +22,23 @@
 //		Name: "my-proxy", Sink: reconcile.New(&dataplane{}, reconcile.Options[Key, Value]{}),
 //	}))
 //
-// The sink lists the dataplane when it starts, and applies only differences. So a
-// restart that finds everything in place writes nothing. When services change, the sink
-// compares their plans with its record of the dataplane. From time to time, it lists
-// the dataplane again, and repairs objects that another program has changed. If the
-// dataplane refuses an object, only the service of this object fails. A [Reconciler]
-// can also delete all objects.
+// The sink lists the dataplane when it starts, and applies only differences. So a restart
+// writes nothing if all objects are in place. When services change, the sink compares
+// their plans with its record of the dataplane. From time to time, it lists the dataplane
+// again, and repairs objects that another program has changed. If the dataplane refuses
+// an object, only the service of this object fails. A [Reconciler] can also delete all
+// objects.
 //
-// The rest of this comment is for dataplanes whose objects refer to each other or are
-// shared, and for those that are not transactional.
+// The rest of this comment is for dataplanes with objects that refer to each other or are
+// shared, and for dataplanes that are not transactional.
 //
 // # Shared objects
 //
 // An object is deleted when no service needs it. If services need an object with
-// different values, the service that was delivered last is its owner, and the object
-// has the owner's value. When the owner no longer needs the object, another service
-// that needs it becomes the owner, and the object gets that service's value. So an
-// address may move between services in any order of deliveries.
+// different values, the service that was delivered last owns the object, and the object
+// has this owner's value. When the owner no longer needs the object, another service that
+// needs it becomes the owner, and the object gets that service's value. So an address may
+// move between services in any order of deliveries.
 //
 // Options.Depth must return a higher number for an object than for all objects that refer to
 // it. The Reconciler sets an object before the objects that refer to it, and deletes it after
@@ -46,34 +46,34 @@
 //
 // # Failing services
 //
-// The services of a Sync that change the same objects are one part. Apply gets whole
-// parts. If it refuses them, the Reconciler tries each half, until it has found the
+// Services of a Sync that change the same objects form one part. Apply gets whole parts.
+// If it refuses several parts, the Reconciler tries each half, until it has found the
 // parts that fail. If an object fails, all services that change it fail. Until these
-// services succeed, they keep the objects that they had. If Apply returns a [*Failed],
-// it has executed the operations that the Failed does not name, so until then these
-// services are half programmed.
+// services succeed, they keep their earlier objects. If Apply returns a [*Failed], it has
+// executed the operations that the Failed does not name. So until these services succeed,
+// they are half programmed.
 //
 // At the end of a pass, the Reconciler deletes the objects that no service needs. After a
-// restart, it does not know which of them belong to services that fail. So it waits until
-// these services have succeeded. After ten minutes, it deletes the objects at depth 0,
-// except those that the plans of these services have. A failing service may lose an object
-// earlier if it shares the object with a service that no longer needs it.
+// restart, it does not know which of these objects belong to failing services. So it waits
+// until the failing services have succeeded. After ten minutes, it deletes the objects at
+// depth 0, except objects in the plans of the failing services. A failing service may lose
+// an object earlier if it shares the object with a service that no longer needs it.
 //
 // # Memory
 //
-// A Reconciler keeps no plans. It keeps the record, and for each service its view and
-// pointers to its objects. If it needs a value again, it calls Plan again. The record
-// has the value that the field New of an operation has after Apply. So Apply may
-// replace a large value in New by a digest, or add an ID that the system has assigned.
-// Then Options.Equal has to compare both forms.
+// A Reconciler keeps no plans. It keeps its record of the dataplane. For each service, it
+// keeps the view, and pointers to the objects. If it needs a value again, it calls Plan
+// again. The value in the record is the value that the field New of an operation has
+// after Apply. So Apply may replace a large value in New by a digest, or add an ID that
+// the system has assigned. Then Options.Equal has to compare both forms.
 //
 // # What it does not do
 //
 // A Reconciler does not watch node addresses, track connections or serve health checks.
-// If plans also depend on other things, wrap the Reconciler in a sink that returns an
-// error that wraps [sink.ErrStartOver] when these change. A Reconciler delays no
-// changes. If an object has to stay for some time, such as an endpoint with
-// connections, Apply sets New to a value that says so.
+// If plans also depend on other things, wrap the Reconciler in another sink. When these
+// things change, this sink has to return an error that wraps [sink.ErrStartOver]. A
+// Reconciler delays no changes. If an object has to stay for some time, for example an
+// endpoint with connections, Apply sets New to a value that says this.
 //
 // Like any sink, a Reconciler is not safe for concurrent use, except the method Suspect.
 package reconcile

@@ -21,11 +21,11 @@ import (
 type fake struct {
 	plans   map[*api.View][]string
 	objects map[string]string
-	// bad are objects that cannot be set, and stuck are objects that cannot be deleted.
-	// If atomic is true, one such object makes Apply refuse all operations.
+	// The objects in bad cannot be set, and the objects in stuck cannot be deleted. If
+	// atomic is true, one such object makes Apply refuse all operations.
 	bad, stuck map[string]bool
 	atomic     bool
-	// broken is the number of operations after which Apply fails and the state of the
+	// After the number of operations in broken, Apply fails and the state of the
 	// dataplane is unknown.
 	broken int
 	// unlisted makes List fail after some objects.
@@ -34,7 +34,7 @@ type fake struct {
 	calls    []string
 	// opServices has the service of the last operation for each object.
 	opServices map[string]string
-	// faults are violations of the contract.
+	// faults has the violations of the contract.
 	faults []string
 }
 
@@ -185,7 +185,7 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// sync delivers views. An argument of type string is a deleted service.
+// sync delivers views. An argument of type string is the name of a deleted service.
 func (w *world) sync(c sink.Changes, services ...any) error {
 	return w.syncWith(w.Context(), c, services...)
 }

@@ -24,9 +24,9 @@ import (
 
 var histories = flag.Int("histories", 400, "the `number` of random histories that TestHistories plays")
 
-// TestHistories takes the place of a driver, and plays random histories. It checks the
-// promises of the package comment. It reduces a history that fails to the steps that
-// the failure needs.
+// TestHistories replaces the driver, and plays random histories. It checks the promises
+// of the package comment. If a history fails, the test reduces it to the steps that the
+// failure needs.
 func TestHistories(t *testing.T) {
 	for seed := range uint64(*histories) {
 		random := rand.New(rand.NewPCG(seed, 37))
@@ -58,25 +58,27 @@ type step struct {
 	seed uint64
 }
 
-// kinds has kinds of steps. A kind occurs more often if it is here several times.
+// kinds has the kinds of steps. A kind occurs more often if this list has it several
+// times.
 var kinds = []string{
 	"change", "change", "change", "change", "sync", "sync", "sync", "sync",
 	"disturb", "disturb", "calm", "calm", "drift", "pass", "restart", "wait", "interrupt",
 }
 
-// player takes the place of the driver in one history.
+// player replaces the driver in one history.
 type player struct {
 	*world
 	random *rand.Rand
-	// views are the views of the source, and acked are those that were acknowledged last.
+	// views has the views of the source, and acked has the views that were acknowledged
+	// last.
 	views, acked map[string]*api.View
-	// pending are services that are not acknowledged with their views. failing are those whose
-	// last delivery failed.
+	// The services in pending are not acknowledged with their present views. The last delivery
+	// of the services in failing has failed.
 	pending, failing map[string]bool
-	// claimed has pairs of a service and an object that another service has claimed after the
-	// service was acknowledged.
+	// claimed has pairs of a service and an object. After the service was acknowledged,
+	// another service has claimed the object.
 	claimed map[[2]string]bool
-	// begun is true from the end of a pass to the next loss of the dataplane's state.
+	// begun is true between the end of a pass and the next loss of the dataplane's state.
 	begun bool
 	// addrs has the service of each flow.
 	addrs [6]string
@@ -168,8 +170,8 @@ func (p *player) step(kind string) error {
 	return p.check()
 }
 
-// change changes a service. Flows belong to one service at a time, and groups, too, except
-// those that services share.
+// change changes a service. A flow belongs to one service at a time. A group also does,
+// except groups that services share.
 func (p *player) change() {
 	name := fmt.Sprint("s", p.random.IntN(5))
 	for i, owner := range p.addrs {
@@ -193,7 +195,7 @@ func (p *player) change() {
 		if !p.one(3) {
 			continue
 		}
-		if other := p.addrs[i]; other != "" { // it loses the address
+		if other := p.addrs[i]; other != "" { // the other service loses the address
 			p.pending[other] = true
 			p.views[other] = p.view(other, slices.DeleteFunc(slices.Clone(p.plans[p.views[other]]), func(o string) bool {
 				return strings.HasPrefix(o, fmt.Sprint("f", i, "="))
@@ -321,7 +323,8 @@ func (p *player) deliver(ctx context.Context, c sink.Changes, names []string) er
 			delete(p.acked, name)
 			p.pending[name] = true
 		}
-		// The deletions of services that a pass has not delivered may be half applied, too.
+		// If a pass has not delivered a deleted service, its deletion may also be half
+		// applied.
 		maps.DeleteFunc(p.acked, func(name string, _ *api.View) bool { return p.views[name] == nil })
 		return nil
 	}
@@ -392,7 +395,7 @@ func (p *player) pass() error {
 	if err := p.deliver(p.Context(), c, last); err != nil || !p.begun {
 		return err
 	}
-	// The pass has pruned deleted services that it has not delivered.
+	// The pass has pruned the objects of deleted services that it has not delivered.
 	for name := range p.pending {
 		if p.views[name] == nil && !slices.Contains(first, name) && !slices.Contains(last, name) && (p.services[key(name)] == nil) {
 			p.acknowledge(name)
@@ -451,7 +454,7 @@ func (p *player) check() error {
 			want[k] = value
 		}
 	}
-	if want["conflict"] != "" { // any service that needs the object may win
+	if want["conflict"] != "" { // the value of any service that needs the object is right
 		want["conflict"] = p.fake.objects["conflict"]
 		if v := p.views[want["conflict"]]; v == nil || !slices.Contains(p.plans[v], "conflict="+want["conflict"]) {
 			return fmt.Errorf("the object conflict has value %q", want["conflict"])

@@ -33,10 +33,11 @@ type Dataplane[K comparable, V any] interface {
 	// List calls emit for all objects of this instance. It must not emit objects of other
 	// programs.
 	List(ctx context.Context, emit func(K, V)) error
-	// Apply executes ops in their order. A nil error means that it has executed all of them.
-	// A [*Failed] names the operations that have failed: their objects are as before, and the
-	// other operations are executed. An error from [Refused] means that nothing has changed.
-	// After any other error, the state of the dataplane is unknown, and a new pass begins.
+	// Apply executes ops in their order. A nil error means that it has executed all
+	// operations. A [*Failed] names the operations that have failed. Their objects are
+	// unchanged, and Apply has executed the other operations. An error from [Refused] means
+	// that nothing has changed. After any other error, the state of the dataplane is unknown,
+	// and a new pass begins.
 	Apply(ctx context.Context, ops []Op[K, V]) error
 }
 
@@ -51,13 +52,13 @@ type Op[K comparable, V any] struct {
 	// operation succeeds, that value becomes the record.
 	New *V
 	// Service is a service that needs the object, or that has needed it. It is empty for base
-	// objects, and for stale objects whose service is not known.
+	// objects, and for stale objects of unknown services.
 	Service types.NamespacedName
 
 	object *object[K, V]
 }
 
-// Failed has the errors of operations, by the keys of their objects.
+// Failed has the errors of operations. The keys are the keys of the objects.
 type Failed[K comparable] map[K]error
 
 func (f *Failed[K]) Error() string {
@@ -72,8 +73,8 @@ func (f *Failed[K]) first() error {
 	return nil
 }
 
-// Refused returns an error for Apply of a [Dataplane], which wraps err. It means that Apply
-// has changed nothing, and that one of the operations may be the cause. If err is nil, the
+// Refused returns an error that wraps err. If Apply of a [Dataplane] returns this error, it
+// has changed nothing, and one of the operations may be the cause. If err is nil, the
 // result is nil.
 func Refused(err error) error {
 	if err == nil {
@@ -99,11 +100,11 @@ type Options[K comparable, V any] struct {
 
 	// Base plans the objects that belong to no service. It must not fail. Default: none.
 	Base func(emit func(K, V))
-	// Virtual reports whether an object is one that List cannot emit. Verify ignores
-	// these objects. When a pass begins, they count as missing. Default: false.
+	// Virtual reports whether List cannot emit an object. Verify ignores these virtual
+	// objects. When a pass begins, they count as missing. Default: false.
 	Virtual func(K) bool
-	// MaxOps limits the operations of a call of Apply, except that a part is never divided
-	// (see the package comment). Default: 20,000.
+	// MaxOps limits the operations of a call of Apply. But a part is never divided (see
+	// the package comment). Default: 20,000.
 	MaxOps int
 	// VerifyInterval is the shortest pause between two comparisons. The pause is also at least
 	// 50 times the cost of the last comparison, repairs included, and it grows to a minute
@@ -111,7 +112,7 @@ type Options[K comparable, V any] struct {
 	// VerifyInterval is negative, each call of Verify compares. Default: five seconds.
 	VerifyInterval time.Duration
 	// Drifted is called with true when Verify finds objects that another program has changed.
-	// It is called with false whenever no such object is left. Default: none.
+	// It is called with false when no such object is left. Default: none.
 	Drifted func(now bool)
 }
 
@@ -130,20 +131,21 @@ type reconciler[K comparable, V any] struct {
 	dataplane Dataplane[K, V]
 	opts      Options[K, V]
 
-	// known is true if objects agrees with the dataplane. It is false during calls, so
-	// that it stays false after a panic.
+	// known is true if the field objects agrees with the dataplane. It is false during
+	// calls, so that it stays false after a panic.
 	known    bool
 	objects  map[K]*object[K, V]
 	services map[types.NamespacedName]*service[K, V]
 	// unprogrammed has the services that fail and were never programmed. Objects without users
-	// may belong to them.
+	// may belong to these services.
 	unprogrammed map[*service[K, V]]bool
-	// passing is true during a pass. Otherwise, passedAt is the end of the last pass.
+	// passing is true during a pass. Between passes, passedAt is the end of the last
+	// pass.
 	passing  bool
 	passedAt time.Time
 	// prune is true while objects without users have to be deleted: after a pass has
-	// ended, or after Verify has found such an object. waits is true if the deletion
-	// waits for failing services.
+	// ended, or after Verify has found such an object. The field waits is true if the
+	// deletion waits for failing services.
 	prune, waits bool
 
 	suspect atomic.Bool
@@ -154,19 +156,18 @@ type reconciler[K comparable, V any] struct {
 type object[K comparable, V any] struct {
 	key   K
 	value V // if exists
-	// users.owner is the service whose value the object has: the one that was delivered
-	// last, or one that has inherited the object.
+	// users.owner is the service whose value the object has. It is the service that was
+	// delivered last, or a service that has inherited the object.
 	users  users[K, V]
 	exists bool
 	// old is true if the object had no users when it was listed, and nothing was pruned since.
 	old bool
-	// marked is set only while a function uses it for its own purpose. Otherwise it is
-	// false.
+	// marked is for temporary use within a function. Between such uses, it is false.
 	marked bool
 }
 
-// users are the services that need an object. The owner is the one whose value counts.
-// If there is no owner, there are no other users. To copy users, call the method clone.
+// users are the services that need an object. The object has the owner's value. If there
+// is no owner, there are no other users. To copy users, call the method clone.
 type users[K comparable, V any] struct {
 	owner  *service[K, V]
 	others *btree.BTreeG[*service[K, V]] // by key, or nil
@@ -183,7 +184,7 @@ func (u users[K, V]) has(s *service[K, V]) bool {
 	return u.owner == s || u.others != nil && u.others.Has(s)
 }
 
-// find returns the first user that matches, or nil. The owner is the first one.
+// find returns the first matching user, or nil. It checks the owner first.
 func (u users[K, V]) find(matches func(*service[K, V]) bool) (found *service[K, V]) {
 	if u.owner != nil && matches(u.owner) {
 		return u.owner
@@ -199,7 +200,7 @@ func (u users[K, V]) find(matches func(*service[K, V]) bool) (found *service[K, 
 	return found
 }
 
-// add adds a service. It becomes the owner only if there is none.
+// add adds a service. The service becomes the owner only if there is no owner.
 func (u *users[K, V]) add(s *service[K, V]) {
 	switch {
 	case u.owner == nil:
@@ -223,7 +224,7 @@ func (u *users[K, V]) own(s *service[K, V]) {
 	}
 }
 
-// remove removes a user. If it was the owner, another one becomes the owner.
+// remove removes a user. If this user was the owner, another user becomes the owner.
 func (u *users[K, V]) remove(s *service[K, V]) {
 	switch {
 	case u.owner != s:
@@ -241,8 +242,8 @@ func (u *users[K, V]) remove(s *service[K, V]) {
 // service is a service that was delivered or is failing.
 type service[K comparable, V any] struct {
 	key types.NamespacedName
-	// view is the view that was programmed last without an error, or nil. next is the view
-	// that was delivered last.
+	// The field view has the view that was last programmed without an error, or nil. The
+	// field next has the view that was delivered last.
 	view, next *api.View
 	// objects includes all objects of which the service is a user.
 	objects []*object[K, V]
@@ -376,7 +377,7 @@ func (r *reconciler[K, V]) tidy(o *object[K, V]) {
 	}
 }
 
-// waitLimit limits the time for which stale objects at depth 0 wait for failing services.
+// waitLimit limits how long stale objects at depth 0 wait for failing services.
 const waitLimit = 10 * time.Minute
 
 // pruneStale deletes the objects without users, if a pass has ended. It waits for the

@@ -50,7 +50,7 @@ func TestOperationsHaveTheirService(t *testing.T) {
 	w.must(w.sync(sink.Changes{}, "b"))
 	check("b")
 	w.mustHave()
-	// When c no longer needs the object, its only user is b, which fails.
+	// When service c no longer needs the object, the only user is service b, and b fails.
 	w.mustFail(w.sync(sink.Changes{}, w.view("b", "k=b", "error")), "b")
 	w.must(w.sync(sink.Changes{}, w.view("c", "k=c")))
 	w.must(w.sync(sink.Changes{}, "c"))
@@ -80,8 +80,8 @@ func TestServicesSwapObjectsInOnePart(t *testing.T) {
 	}
 }
 
-// A Cleanup that fails returns an error, and may be repeated. A pass after it writes
-// all objects.
+// A failed Cleanup returns an error, and may be repeated. A pass after it writes all
+// objects.
 func TestCleanupFails(t *testing.T) {
 	w := newWorld(t)
 	w.must(w.sync(pass, w.view("a", "k=1")))
@@ -408,7 +408,7 @@ func TestServicesThatFailForLong(t *testing.T) {
 }
 
 // TestFailingServiceThatWasProgrammedDelaysNothing checks that a pass prunes stale
-// objects although a service fails, if the Reconciler knows what this service has.
+// objects although a service fails. The Reconciler knows the objects of this service.
 func TestFailingServiceThatWasProgrammedDelaysNothing(t *testing.T) {
 	w := newWorld(t)
 	w.must(w.sync(pass, w.view("a", "f1=g1", "g1=x"), w.view("gone", "k=x")))
@@ -437,7 +437,7 @@ func TestSuspectShortensThePause(t *testing.T) {
 		delete(w.fake.objects, "k")
 		w.Suspect()
 		time.Sleep(time.Second)
-		w.must(w.Verify(t.Context())) // the pause after drift
+		w.must(w.Verify(t.Context())) // Verify pauses after drift
 		w.mustHave()
 		time.Sleep(4 * time.Second)
 		w.must(w.Verify(t.Context()))
@@ -504,7 +504,7 @@ func TestUnknownOutcomeOfARepairStartsOver(t *testing.T) {
 	w.mustStartOver(w.sync(sink.Changes{}, "a"))
 }
 
-// TestRepairWritesInOrder has flows and groups that are missing, for several calls of Apply.
+// TestRepairWritesInOrder repairs missing flows and groups in several calls of Apply.
 func TestRepairWritesInOrder(t *testing.T) {
 	w := newWorld(t)
 	w.opts.MaxOps = 4
@@ -521,8 +521,8 @@ func TestRepairWritesInOrder(t *testing.T) {
 	}
 }
 
-// startsOver is a dataplane whose errors name the failed operations, but also say that
-// the state is unknown.
+// startsOver is a dataplane with special errors: they name the failed operations, but
+// also say that the state is unknown.
 type startsOver struct{ *fake }
 
 func (d startsOver) Apply(ctx context.Context, ops []Op[string, string]) error {
@@ -557,7 +557,7 @@ func TestDriftedIsCalledWithFalse(t *testing.T) {
 	a, b := w.view("a", "g=a"), w.view("b", "k2=b")
 	w.mustFail(w.sync(pass, a, b), "a")
 	check()
-	w.must(w.Verify(t.Context())) // the object that a fails to set is no drift
+	w.must(w.Verify(t.Context())) // the object that service a fails to set is no drift
 	check()
 	failing := sink.Changes{First: true, Last: true, Failing: []types.NamespacedName{key("c")}}
 	w.mustFail(w.sync(failing, a, b), "a")
@@ -637,9 +637,9 @@ func TestLastUsersOfAnObjectFail(t *testing.T) {
 	}
 }
 
-// TestOldObjectStaysOldWhenItChanges has a stale flow, which waits for the failing
-// service b. The flow refers to a group. Another program changes this group, and
-// service a releases it.
+// TestOldObjectStaysOldWhenItChanges uses a stale flow that waits for the failing service
+// b. The flow refers to a group. Another program changes this group, and service a
+// releases it.
 func TestOldObjectStaysOldWhenItChanges(t *testing.T) {
 	w := newWorld(t)
 	w.fake.objects = map[string]string{"g1": "x", "fStale": "g1"}
@@ -656,7 +656,7 @@ func TestOldObjectStaysOldWhenItChanges(t *testing.T) {
 	w.mustHave("gB=b")
 }
 
-// TestRepairedObjectBelongsToItsValue has a failing owner, b, so that the repair uses the
+// TestRepairedObjectBelongsToItsValue uses a failing owner b, so that the repair uses the
 // value of another user.
 func TestRepairedObjectBelongsToItsValue(t *testing.T) {
 	w := newWorld(t)
@@ -670,8 +670,8 @@ func TestRepairedObjectBelongsToItsValue(t *testing.T) {
 	w.mustHave()
 }
 
-// TestInheritedObjectBelongsToItsValue is similar: a inherits an object, because b
-// fails.
+// TestInheritedObjectBelongsToItsValue is similar: service a inherits an object, because
+// service b fails.
 func TestInheritedObjectBelongsToItsValue(t *testing.T) {
 	for _, failing := range []string{"b", "0"} { // in both orders of names
 		w := newWorld(t)
@@ -685,8 +685,8 @@ func TestInheritedObjectBelongsToItsValue(t *testing.T) {
 	}
 }
 
-// TestHalfProgrammedServiceKeepsDeepObjects has a flow that refers to an old group, because
-// the group could not be changed.
+// TestHalfProgrammedServiceKeepsDeepObjects uses a group that could not be changed. So a
+// flow refers to the old group.
 func TestHalfProgrammedServiceKeepsDeepObjects(t *testing.T) {
 	w := newWorld(t)
 	w.fake.objects = map[string]string{"g1": "x"}
@@ -699,7 +699,7 @@ func TestHalfProgrammedServiceKeepsDeepObjects(t *testing.T) {
 	w.mustHave("f1=g1", "g1=x", "g2=a")
 }
 
-// TestEmptyValues has values that equal the value of an object that does not exist.
+// TestEmptyValues uses empty values. A missing object has the same value.
 func TestEmptyValues(t *testing.T) {
 	w := newWorld(t)
 	w.must(w.sync(pass, w.view("a", "k=")))
@@ -715,8 +715,8 @@ func TestEmptyValues(t *testing.T) {
 	w.mustHave("g=", "k=")
 }
 
-// TestFailingServicesAreNotStale has a failing service that the driver does not deliver in
-// a pass, because it delivers the service alone.
+// TestFailingServicesAreNotStale uses a failing service. A pass does not deliver this
+// service, because the driver delivers it alone.
 func TestFailingServicesAreNotStale(t *testing.T) {
 	w := newWorld(t)
 	w.must(w.sync(pass, w.view("a", "k=a")))
@@ -730,8 +730,8 @@ func TestFailingServicesAreNotStale(t *testing.T) {
 	w.mustHave("k2=b")
 }
 
-// TestFailingServiceDoesNotOwnWhatAnotherServiceHasTaken deletes a service that has taken an
-// object of a failing service.
+// TestFailingServiceDoesNotOwnWhatAnotherServiceHasTaken deletes a service after it has
+// taken an object of a failing service.
 func TestFailingServiceDoesNotOwnWhatAnotherServiceHasTaken(t *testing.T) {
 	w := newWorld(t)
 	w.must(w.sync(pass, w.view("a", "k=a")))

@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// frontends is a fake with the frontends of services. Each one refers to the group of its
-// endpoints.
+// frontends is a fake with the frontends of services. Each frontend refers to the group
+// of its endpoints.
 type frontends struct{ *fake }
 
 func (frontends) Plan(view *api.View, emit func(k, v string)) error {

@@ -13,18 +13,20 @@ import (
 )
 
 const (
-	// pauseFactor is the ratio of the pause after a comparison to its duration.
+	// pauseFactor times the duration of a comparison is the pause after it.
 	pauseFactor = 50
-	// After maxInterrupted interrupted comparisons in a row, the next one ignores its context.
+	// After maxInterrupted interrupted comparisons in a row, the next comparison ignores its
+	// context.
 	maxInterrupted = 2
-	// The pause after drift doubles from VerifyInterval to maxDriftPause while drift recurs.
+	// While drift recurs, the pause after it doubles from VerifyInterval up to
+	// maxDriftPause.
 	maxDriftPause = time.Minute
 )
 
 // verifier has the times of comparisons.
 type verifier struct {
-	// The next comparison is not before compareAt, unless the dataplane is suspect, and never
-	// before pauseUntil.
+	// The next comparison never begins before pauseUntil. Unless the dataplane is suspect, it
+	// also does not begin before compareAt.
 	compareAt, pauseUntil time.Time
 	driftPause            time.Duration
 	interrupted           int
@@ -75,9 +77,9 @@ func (r *reconciler[K, V]) Verify(ctx context.Context) error {
 	return err
 }
 
-// list makes the record equal to the dataplane. It returns the listed objects that
-// differ from the recorded, and ignores the objects for which the function ignored, if
-// any, returns true. If List fails, list changes nothing.
+// list makes the record equal to the dataplane. It returns the objects that differed. It
+// ignores a missing object if the function ignored is not nil and returns true for the
+// object. If List fails, list changes nothing.
 func (r *reconciler[K, V]) list(ctx context.Context, ignored func(K) bool) (drift []*object[K, V], err error) {
 	type listed struct {
 		key   K

@@ -23,9 +23,10 @@ import (
 // An answer collects the operations up to a Sync. Until the Sync has arrived, readers see
 // none of these operations.
 //
-// The client logs and ignores unreadable objects, and applies all other objects. It keeps
-// its earlier version of an unreadable service or node. It also keeps its earlier version
-// of an unreadable endpoint, unless the operation is a Replace of the whole service.
+// The client logs and ignores unreadable objects, and applies all other objects. If a
+// service or node is unreadable, the client keeps its earlier version. If an endpoint is
+// unreadable, the client also keeps its earlier version, unless the operation is a
+// Replace of the whole service.
 type answer struct {
 	client *Client
 	log    klog.Logger
@@ -33,7 +34,7 @@ type answer struct {
 	synced, stale bool
 	token         []byte
 
-	// The number of buckets for which the first request has digests.
+	// The number of buckets in the digests of the first request.
 	buckets int
 	inflate io.ReadCloser // for packed operations; nil until the first one
 
@@ -41,10 +42,10 @@ type answer struct {
 	// The drafts of the services that occurred in operations. The draft of a deleted service
 	// is nil. After a reset, the map contains all services.
 	services map[types.NamespacedName]*draft
-	// The reasons why the client refuses services of this answer.
+	// For each service of this answer that the client refuses, the reason.
 	refused map[types.NamespacedName]string
-	// nodeNamed is true if the node was set or deleted by an operation. After a deletion,
-	// node is nil.
+	// nodeNamed is true if an operation has set or deleted the node. After a deletion,
+	// the field node is nil.
 	node      *api.Node
 	nodeNamed bool
 }
@@ -257,7 +258,7 @@ func (a *answer) openDraft(key types.NamespacedName) *draft {
 	return d
 }
 
-// close turns a draft into an entry. It returns nil if the service does not exist.
+// close turns a draft into an entry. If the service does not exist, the result is nil.
 func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	switch {
 	case d == nil:
@@ -272,7 +273,7 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	return nil
 }
 
-// limited returns e, and refuses its view if it is too large.
+// limited returns e. If the view of e is too large, limited refuses this view.
 func (a *answer) limited(key types.NamespacedName, e *entry) *entry {
 	before, _ := a.client.state.views.Get(key)
 	e.limit(a.client.opts.MaxElements, before)

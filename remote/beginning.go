@@ -24,7 +24,7 @@ import (
 )
 
 // beginnings keeps the state with which new clients begin. So the server encodes and
-// compresses it once for many clients.
+// compresses this state once for many clients.
 type beginnings struct {
 	views *views
 	turns *semaphore.Weighted
@@ -34,8 +34,8 @@ type beginnings struct {
 	used time.Time
 }
 
-// beginning is a state of the cluster with which clients begin. If the state has changed
-// since, they also get the changes.
+// beginning is a state of the cluster with which clients begin. If the cluster has
+// changed since then, these clients also get the changes.
 type beginning struct {
 	views    *views
 	snapshot *cluster.Objects
@@ -47,14 +47,14 @@ type beginning struct {
 	mu    sync.Mutex
 	packs map[packKind]*pack
 	sums  map[packKind]*sums
-	room  int // for the parts of packs and sums that belong to single nodes, in bytes
+	room  int // remaining bytes for the parts of packs and sums that belong to single nodes
 }
 
-// packKind identifies the clients that share a pack, and those that share sums.
+// packKind identifies the clients that share a pack, or that share sums.
 type packKind struct {
 	who       audience
 	frontends bool
-	zone      string // empty for nodes of different zones
+	zone      string // empty if the clients are on nodes of different zones
 }
 
 // pack has all services as they look to a node without endpoints.
@@ -63,7 +63,8 @@ type pack struct {
 	frames []frame
 	// By node: the operations that turn views in the pack into the node's views.
 	patches map[string][]frame
-	// By node: the other services whose views at the node may differ from those in the pack.
+	// By node: the other services whose views at the node may differ from the views in the
+	// pack.
 	own map[string][]*api.ServiceState
 }
 
@@ -71,7 +72,7 @@ type pack struct {
 type sums struct {
 	zone     string
 	services []digested // sorted
-	// By node: the digests of services that differ there.
+	// By node: the digests of those services whose digests differ at the node.
 	patches map[string][]ownSum
 	// By node: the other services whose views at the node may differ.
 	own map[string][]*api.ServiceState
@@ -87,7 +88,7 @@ type ownSum struct {
 const forgetAfter = 5 * time.Minute
 
 // maxTurns limits the clients that begin at the same time. With many more clients, each
-// would receive data so slowly that its connection might fail, and it would begin
+// client would receive data so slowly that its connection might fail. Then it would begin
 // again.
 const maxTurns = 32
 
@@ -95,13 +96,13 @@ const maxTurns = 32
 // cannot delay the clients of other peers.
 const maxTurnsPerPeer = maxTurns / 4
 
-// maxTurn is the time after which a client no longer counts towards these limits, even
-// if it has not read its first answer. So malicious peers that read slowly delay other
-// peers only for a limited time.
+// After the time maxTurn, a client no longer counts towards these limits, even if it has
+// not read its first answer. So malicious peers that read slowly delay other peers only
+// for a limited time.
 const maxTurn = 5 * time.Second
 
-// noticeInterval is the time between two messages to a client that waits for its turn. It
-// is shorter than the time after which clients leave a silent server.
+// noticeInterval is the time between two messages to a client that waits for its turn.
+// Clients leave a silent server after a longer time.
 const noticeInterval = 5 * time.Second
 
 func newBeginnings(v *views) *beginnings {
@@ -109,9 +110,9 @@ func newBeginnings(v *views) *beginnings {
 }
 
 // turn waits until the client may begin. The clients of a peer wait in a queue, in the
-// order of their calls. The first clients of all peers wait in a common queue. While it
-// waits, it calls notify from time to time, in another goroutine. The caller calls end
-// when the client has its first answer.
+// order of their calls. The first clients of all peers wait in a common queue. While turn
+// waits, it calls notify from time to time, in another goroutine. The caller calls the
+// result end when the client has its first answer.
 func (b *beginnings) turn(ctx context.Context, ofPeer *semaphore.Weighted, notify func() error) (end func(), err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -187,8 +188,8 @@ func (b *beginnings) forget() {
 	}
 }
 
-// fits reports whether at most a twentieth of the services changed between the beginning
-// and a snapshot.
+// fits reports whether few services changed between the beginning and a snapshot: at most
+// a twentieth.
 func (x *beginning) fits(snapshot *cluster.Objects) bool {
 	changes, ok := statesOf(snapshot.Snapshot).Since(x.snapshot.Revision)
 	if !ok {
@@ -233,8 +234,8 @@ func endpoints(state *api.ServiceState) (n int) {
 	return n
 }
 
-// If a service has endpoints on at least manyNodes nodes, a beginning keeps its marshalled
-// endpoints. They need approximately largeNode bytes for each node.
+// If a service has endpoints on at least manyNodes nodes, a beginning keeps the marshalled
+// endpoints. These endpoints need approximately largeNode bytes for each node.
 const (
 	manyNodes = 50
 	largeNode = 1000
@@ -250,8 +251,8 @@ func (x *beginning) sumsFor(kind packKind) *sums {
 	return forKind(x, x.sums, kind, x.newSums)
 }
 
-// forKind returns the value for clients of a kind. If few services look different to their
-// zone, it shares a value with all such zones.
+// forKind returns the value for clients of a kind. If only few services look different to
+// the clients' zone, all such zones share a value.
 func forKind[T any](x *beginning, values map[packKind]*T, kind packKind, newValue func(packKind) *T) *T {
 	if 20*len(x.byZone[kind.zone]) <= x.snapshot.States.Len() {
 		kind.zone = ""
@@ -266,8 +267,8 @@ func forKind[T any](x *beginning, values map[packKind]*T, kind packKind, newValu
 	return v
 }
 
-// all yields all services, with their views for nodes without endpoints. A view is nil if
-// there is none.
+// all yields all services, each with its view for nodes without endpoints. If there is no
+// view, the yielded view is nil.
 func (x *beginning) all(kind packKind) iter.Seq2[*sharedState, *nodeless] {
 	return func(yield func(*sharedState, *nodeless) bool) {
 		for _, state := range statesOf(x.snapshot.Snapshot).All() {
@@ -298,8 +299,8 @@ type nodeEndpoint struct {
 	node string
 }
 
-// endpoints returns the endpoints that the clients receive, sorted by key. The bool is
-// false if the views of some nodes differ from v in more than the field Local.
+// endpoints returns the endpoints that the clients receive, sorted by key. The second
+// result is false if the view of any node differs from v in more than the field Local.
 func (v *nodeless) endpoints(s *sharedState) ([]nodeEndpoint, bool) {
 	if v.wire == nil || v.kind.frontends || !onlyLocalDiffers(s.state) {
 		return nil, false
@@ -383,9 +384,9 @@ func (x *beginning) addPatches(p *pack, key types.NamespacedName, list []nodeEnd
 	return true
 }
 
-// maxHashed limits the bytes of a service that newSums hashes for all its nodes together.
-// A client waits for the digests of larger services only if it is on a node with their
-// endpoints.
+// maxHashed limits the bytes of a service that newSums hashes for all nodes of the
+// service together. If a service is larger, only a client on a node with its endpoints
+// waits for the digests.
 const maxHashed = 256 << 10
 
 func (x *beginning) newSums(kind packKind) *sums {
@@ -413,7 +414,7 @@ func (x *beginning) newSums(kind packKind) *sums {
 }
 
 // addPatches adds the digests of a service for the nodes of its endpoints. It writes to
-// scratch, and returns it.
+// the buffer scratch, and returns this buffer.
 func (d *sums) addPatches(s *sharedState, service []byte, list []nodeEndpoint, scratch []byte) []byte {
 	there := make([]wireEndpoint, len(list))
 	for node := range s.nodes {
@@ -434,8 +435,8 @@ func (d *sums) addPatches(s *sharedState, service []byte, list []nodeEndpoint, s
 	return scratch
 }
 
-// onlyLocalDiffers reports whether all nodes have the same view of a service, except that
-// the endpoints on a node are local there.
+// onlyLocalDiffers reports whether all nodes have the same view of a service, apart from
+// the field Local of endpoints.
 func onlyLocalDiffers(state *api.ServiceState) bool {
 	if state.Service.InternalTrafficToLocal || state.Service.ExternalTrafficToLocal {
 		return false
@@ -450,8 +451,9 @@ func onlyLocalDiffers(state *api.ServiceState) bool {
 	return true
 }
 
-// own returns a node's own services of a pack or of sums, and those of the node's zone if
-// the pack is not of this zone. The states are those of the beginning.
+// own returns a node's own services of a pack or of sums. If the pack is not for the
+// node's zone, own also returns the services that look different there. The states of the
+// services are from the beginning.
 func (x *beginning) own(own []*api.ServiceState, zone string, to *target) []*api.ServiceState {
 	if zone == to.zone {
 		return own
@@ -459,14 +461,14 @@ func (x *beginning) own(own []*api.ServiceState, zone string, to *target) []*api
 	return slices.Concat(own, x.byZone[to.zone])
 }
 
-// changes returns the states of the services that have changed since the beginning, or nil
-// for a deleted service.
+// changes returns the states of the services that have changed since the beginning. The
+// state of a deleted service is nil.
 func (x *beginning) changes(snapshot *cluster.Objects) map[types.NamespacedName]*api.ServiceState {
 	changes, _ := statesOf(snapshot.Snapshot).Since(x.snapshot.Revision)
 	return maps.Collect(changes)
 }
 
-// shared returns the state of a service for views of one node, which are not worth a
+// shared returns the state of a service for views of one node. Such views are not worth a
 // place in the cache.
 func (x *beginning) shared(state *api.ServiceState) *sharedState {
 	if s, ok := x.large[state]; ok {
@@ -483,7 +485,7 @@ func (x *beginning) marshal(s *sharedState, c class, view *api.View) *wireView {
 	return x.views.marshal(s, c, view, &s.endpoints)
 }
 
-// sendAll brings a client without a valid token to the snapshot.
+// sendAll sends the whole snapshot to a client without a valid token.
 func (w *watch) sendAll(x *beginning, snapshot *cluster.Objects, to *target) {
 	kind := packKind{w.who, w.frontends, to.zone}
 	changes := x.changes(snapshot)
@@ -531,9 +533,9 @@ func (w *watch) patch(x *beginning, p *pack, state *api.ServiceState, to *target
 	return newDelta(old, new, w.who)
 }
 
-// withoutEqual returns v without the parts that equal those of another view of the same
-// state. The endpoints of both views are sorted by address and ports. Of an equal
-// service, only the name stays.
+// withoutEqual returns v without the parts that are equal in another view of the same
+// state. The endpoints of both views are sorted by address and ports. If the service is
+// equal, only its name stays.
 func withoutEqual(v, other *api.View) *api.View {
 	out := *v
 	if slices.Equal(v.Unusable, other.Unusable) && slices.Equal(v.Lost, other.Lost) {
@@ -558,7 +560,8 @@ func notIn(list, other []api.Endpoint) []api.Endpoint {
 }
 
 // different returns the client's views of all services that may differ from the sums,
-// except those whose digests are in d.patches. A view is nil if the client has none.
+// except services with digests in d.patches. If the client has no view of a service, the
+// view is nil.
 func (w *watch) different(x *beginning, d *sums, changes map[types.NamespacedName]*api.ServiceState, to *target) map[types.NamespacedName]*wireView {
 	views := map[types.NamespacedName]*wireView{}
 	for _, state := range x.own(d.own[w.name], d.zone, to) {
@@ -574,7 +577,7 @@ func (w *watch) different(x *beginning, d *sums, changes map[types.NamespacedNam
 
 // nodeSums are the digests of all services at one node.
 type nodeSums struct {
-	services []digested // at other nodes, sorted
+	services []digested // as they are at other nodes, sorted
 	// The services that are different at this node, sorted. The field absent is true if the
 	// service is not in the node's view.
 	different []differentSum
@@ -585,13 +588,14 @@ type differentSum struct {
 	absent bool
 }
 
-// compare sorts by bucket, and then by name: tenants can choose names of one order.
+// compare sorts by order, and then by name, because tenants can choose names with the
+// same order.
 func (s differentSum) compare(other digested) int {
 	return cmp.Or(cmp.Compare(s.order, other.order), ordering.Keys(s.key, other.key))
 }
 
 // at returns the digests at a node. The argument views has the views of services that may
-// be different there, except those in d.patches.
+// be different at the node, except services in d.patches.
 func (d *sums) at(node string, views map[types.NamespacedName]*wireView, who audience) *nodeSums {
 	n := &nodeSums{services: d.services}
 	n.different = make([]differentSum, 0, len(d.patches[node])+len(views))
@@ -613,8 +617,8 @@ func (d *sums) at(node string, views map[types.NamespacedName]*wireView, who aud
 	return n
 }
 
-// buckets yields the services of each of count buckets. They are valid until the next
-// bucket.
+// buckets divides the services into count buckets, and yields the services of each
+// bucket. The yielded list is valid until the next bucket.
 func (n *nodeSums) buckets(count int) iter.Seq2[int, []digested] {
 	return func(yield func(int, []digested) bool) {
 		different := n.different
@@ -635,7 +639,8 @@ func (n *nodeSums) buckets(count int) iter.Seq2[int, []digested] {
 	}
 }
 
-// merge appends the services to list. Those in different replace others of the same name.
+// merge appends the services to list. A service in the argument different replaces the
+// other service of the same name.
 func merge(list, services []digested, different []differentSum) []digested {
 	for i := range different {
 		if !different[i].absent {
@@ -651,9 +656,9 @@ func merge(list, services []digested, different []differentSum) []digested {
 	return list
 }
 
-// compare returns the buckets in which the client's services differ from those of its
-// node. It also reports whether at most half of the services are in these buckets. Tenants
-// choose names, so one bucket may have most services.
+// compare returns the buckets in which the client's services differ from the services of
+// its node. It also reports whether these buckets have at most half of the services.
+// Because tenants choose names, one bucket may have most services.
 func (n *nodeSums) compare(have *localv1.Digests) (differ []uint32, few bool) {
 	all, send := 0, 0
 	h := newBucketHash(have.GetSalt())

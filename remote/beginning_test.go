@@ -17,14 +17,14 @@ import (
 	"google.golang.org/grpc"
 )
 
-// Clients begin after more and more changes, and then move to other servers. Each
+// Clients begin after increasingly many changes, and then move to other servers. Each
 // client must have the same views as a sink in the server's process. The other servers
 // must send much less than the whole state.
 func TestAnotherServerContinues(t *testing.T) {
 	w := newWorld(7, 12, 400)
 	first, second, relayed := socket(t), socket(t), socket(t)
 	serve(t, w.state, first, remote.Batching(-1, remote.ServerOptions{StreamRate: 1e6, ServeCluster: true}))
-	serve(t, w.state, second, quick) // has another identity, as a restarted server
+	serve(t, w.state, second, quick) // this server has another identity, like a restarted server
 	copied := cluster.New(cluster.Options{Resumable: true})
 	mirror(t, copied, first)
 	serve(t, copied, relayed, quick)
@@ -205,7 +205,7 @@ func TestInvalidDiscardIsIgnored(t *testing.T) {
 	}
 }
 
-// The server that encodes a service and the client that decodes it compute the same
+// The server encodes a service, and the client decodes it. Both must compute the same
 // digest. The test uses random services with all fields.
 func TestDigestsSurviveTheWire(t *testing.T) {
 	w := newWorld(11, 5, 300)

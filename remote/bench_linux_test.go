@@ -130,7 +130,7 @@ func measureFanout(b *testing.B, servers ...*fanout) {
 // have received the change. The streams resume with tokens, so that the server does not
 // send the whole state first. The next change follows at least 100 ms later.
 //
-// In the same process, a second server with as many streams has the same gRPC options, but
+// A second server in the same process has as many streams and the same gRPC options, but
 // sends the same message to all streams. The message is encoded only once. So this server
 // shows the cost of gRPC alone. The two servers send in turn.
 func BenchmarkFanout(b *testing.B) {
@@ -159,8 +159,8 @@ func BenchmarkFanout(b *testing.B) {
 	}
 }
 
-// BenchmarkRelayedFanout is BenchmarkFanout with a tier of relays between the server and
-// the streams. Server and relays share one process.
+// BenchmarkRelayedFanout is like BenchmarkFanout, but a tier of relays is between the
+// server and the streams. Server and relays share one process.
 func BenchmarkRelayedFanout(b *testing.B) {
 	const nodes = 5000
 	for _, relays := range []int{1, 5} {
@@ -217,7 +217,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
 		took := round.syncTime(1).Sub(began)
-		if want := streams * (services*11 + 2); round.Operations != want { // 11: a service and ten endpoints; 2: the Reset and the node
+		if want := streams * (services*11 + 2); round.Operations != want { // 11 for a service with ten endpoints, and 2 for the Reset and the node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}
 		b.ReportMetric(float64(round.Operations)/took.Seconds(), "entries/s")
@@ -249,8 +249,8 @@ func makeReal(to apitest.Writer, services, nodes int) {
 	}
 }
 
-// BenchmarkIdleStreams reports the memory of an idle stream. It compares a Server, a
-// bareServer with the gRPC options of the Server, and a bareServer with the default
+// BenchmarkIdleStreams reports the memory of an idle stream. It compares three servers: a
+// Server, a bareServer with the same gRPC options, and a bareServer with the default
 // options of gRPC.
 func BenchmarkIdleStreams(b *testing.B) {
 	for _, size := range fanoutSizes {
@@ -307,14 +307,14 @@ func (s *bareServer) sendAll() {
 	s.change = make(chan struct{})
 }
 
-// next returns the channel that the next sendAll closes.
+// next returns a channel. The next call of sendAll closes this channel.
 func (s *bareServer) next() chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.change
 }
 
-// message returns the message, which has about the size of an answer of a Server.
+// message returns a message of about the size of a Server's answer.
 func (s *bareServer) message(stream grpc.ServerStream) (*grpc.PreparedMsg, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -348,8 +348,8 @@ func (s *bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, loc
 	}
 }
 
-// benchOptions are the default options, except that the limits for a peer are raised,
-// because all clients count as one peer.
+// benchOptions are the default options with higher limits for a peer, because all clients
+// count as one peer.
 var benchOptions = remote.ServerOptions{MaxStreamsPerPeer: 100_000, MaxConnectionsPerPeer: 100_000, StreamRate: 1e6}
 
 func newBenchServer(b *testing.B, state *cluster.State) *remote.Server {
@@ -451,7 +451,7 @@ func resetPeak(b *testing.B) {
 // peakMemory returns the maximum resident memory of the process in bytes.
 func peakMemory(b *testing.B) float64 { return residentMemory(b, "self", "VmHWM:") }
 
-// residentMemory returns a line of /proc/PID/status in bytes.
+// residentMemory returns the value of a line of /proc/PID/status, in bytes.
 func residentMemory(b *testing.B, pid, line string) float64 {
 	status, err := os.ReadFile("/proc/" + pid + "/status")
 	if err != nil {

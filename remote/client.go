@@ -23,11 +23,10 @@ import (
 // ClientOptions configure a Client.
 type ClientOptions struct {
 	DialOptions
-	// NodeName is the name of the node whose view the client follows.
+	// NodeName names the node whose view the client follows.
 	NodeName string
 	// MaxElements limits the elements of a service (see [cluster.Options]). The client refuses a
-	// larger view, and keeps the last view of the service that was small enough, if any.
-	// Default: 1,000,000.
+	// larger view, and keeps the last smaller view of the service, if any. Default: 1,000,000.
 	MaxElements int
 	// If Fallback is not nil, the client uses it while no server answers. It must be nil
 	// if FailFast is set.
@@ -49,12 +48,12 @@ type Client struct {
 	changed chan struct{}                   // closed when state changes
 	token   []byte                          // token of the last Sync; only Run uses it
 	stale   bool                            // the server has lost its own source
-	lost    time.Time                       // when the connection was lost; zero while there is one
+	lost    time.Time                       // when the connection was lost; zero while the client is connected
 }
 
 // clientState is the client's state after a Sync.
 type clientState struct {
-	revision uint64 // 1 after the first Sync; each later Sync with changes adds 1
+	revision uint64 // 1 after the first Sync; increases by 1 with each later Sync that has changes
 	views    *revstore.Snapshot[types.NamespacedName, *entry]
 	node     *api.Node // nil if not known
 }
@@ -185,8 +184,8 @@ func (c *Client) disconnected() {
 	}
 }
 
-// staleAfter is how long the server may be unreachable before the client's state, or the
-// state that Watch fills, is stale.
+// After the time staleAfter without a server, the client's state, or the state that Watch
+// fills, is stale.
 const staleAfter = 3 * time.Minute
 
 // Stale reports whether the client's state may be old: there has been no connection to a
@@ -205,8 +204,8 @@ func (c *Client) get() (*clientState, <-chan struct{}) {
 	return c.state, c.changed
 }
 
-// Node returns the Node object of the client's node. It is nil if the server does not know
-// the node, and before the first answer.
+// Node returns the Node object of the client's node. The result is nil before the first
+// answer, and if the server does not know the node.
 func (c *Client) Node() *api.Node {
 	state, _ := c.get()
 	return state.node

@@ -24,7 +24,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// A crowd is the set of clients of a benchmark. They run in a process of their own, so
+// A crowd is the set of clients of a benchmark. The clients run in a separate process, so
 // that the benchmark measures only the server. They connect like [remote.Client], but
 // only count operations.
 type crowd struct {
@@ -43,7 +43,7 @@ type crowd struct {
 type crowdNode struct {
 	Name  string
 	Token []byte
-	Again *localv1.Digests // sent when the client connects again
+	Again *localv1.Digests // the client sends them when it connects again
 }
 
 // crowdRound is the report on a round, in which each stream receives one answer.
@@ -53,8 +53,8 @@ type crowdRound struct {
 	Resets            int // answers that begin with a Reset
 }
 
-// syncTime returns the time at which the given share of the streams had received the
-// Sync. A share is a number from 0 to 1.
+// syncTime returns the time when a part of the streams had received the Sync. The
+// quantile is the size of this part, from 0 to 1.
 func (r *crowdRound) syncTime(quantile float64) time.Time {
 	return time.Unix(0, r.Synced[int(quantile*float64(len(r.Synced)-1))])
 }

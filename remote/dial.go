@@ -15,8 +15,8 @@ import (
 const DefaultAddress = transport.DefaultAddress
 
 // DialOptions configure the connection to a server. When all addresses have failed, the
-// client waits for a random time of up to 500 ms before it tries them again. The limit
-// doubles each time all addresses have failed again, up to 15 s. It also doubles when a
+// client waits for a random time of up to 500 ms before it tries them again. This limit
+// doubles, up to 15 s, each time all addresses have failed again. It also doubles when a
 // server answers and closes the connection in less than 15 s.
 //
 // Plaintext is allowed on loopback addresses and unix sockets. On other addresses,
@@ -26,12 +26,13 @@ type DialOptions struct {
 	// host:port or unix:///path. A client tries them in a random order, so that clients
 	// spread over servers. It tries the next address when the connection fails, when the
 	// server does not answer, or when the server is stale and another server may have newer
-	// state. Default: DefaultAddress without Discover, else none.
+	// state. Default: DefaultAddress if Discover is nil, else none.
 	Addresses []string
 	// Discover returns the addresses of further servers, in the same form. The client calls
-	// it at the start, when all addresses have failed, and before it reconnects if the last
-	// call was more than 10 minutes ago. If Discover returns an error or no address, the
-	// client keeps the addresses that it knows. Discover has 10 s. Default: none.
+	// it at the start, and when all addresses have failed. The client also calls it before
+	// it reconnects, if the last call was more than 10 minutes ago. If Discover returns an
+	// error or no address, the client keeps the addresses that it knows. A call may take 10
+	// s. Default: none.
 	Discover func(context.Context) ([]string, error)
 	// If TLS is not nil, all connections use it.
 	TLS *TLS
@@ -40,11 +41,11 @@ type DialOptions struct {
 	// socket must run as root or as the user of this process. Only Linux reports that
 	// user.
 	Insecure bool
-	// With FailFast, the client ends with an error when each address has failed once, or
-	// when a connection fails after a good answer. FailFast is for programs that run once.
+	// With FailFast, the client ends with an error after each address has failed once, or
+	// if a connection fails after a good answer. FailFast is for programs that run once.
 	FailFast bool
 
-	minBackoff, maxBackoff time.Duration // defaults: those of package transport; for tests
+	minBackoff, maxBackoff time.Duration // for tests; the defaults are in package transport
 }
 
 func (o *DialOptions) dialer() (*transport.Dialer, error) {
@@ -70,13 +71,13 @@ type TLS struct {
 }
 
 // Listen listens on an address of the form tcp://host:port, host:port or unix:///path.
-// For a unix socket, mode is the file mode of the socket. 0 means 0600, with which only
-// the server's user can connect.
+// For a unix socket, mode is the file mode of the socket. 0 means 0600: then only the
+// server's user can connect.
 //
 // Listen creates the directory of a unix socket, but not the parent of that directory. It
 // replaces a socket without a listening process. For any other existing file, it returns
-// an error. The new socket has the given mode before a client can connect. Closing the
-// listener removes the socket, unless another socket replaced it.
+// an error. The new socket gets its mode before a client can connect. Closing the
+// listener removes the socket, unless another socket has replaced it.
 func Listen(address string, mode fs.FileMode) (net.Listener, error) {
 	a, err := transport.ParseAddress(address)
 	if err != nil {

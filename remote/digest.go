@@ -15,10 +15,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// A client that reconnects may find a server that does not know its token. So the
-// client also sends digests of its services. Any server can compare them. Each service
-// belongs to a bucket by its name. The server sends only the buckets whose digests
-// differ.
+// When a client reconnects, the server may not know the client's token. So the client
+// also sends digests of its services. Any server can compare these digests. The name of a
+// service determines its bucket. The server sends only the buckets whose digests differ.
 //
 // Tenants choose the content of services. So the digest of a service is a whole SHA-256.
 // The digest of a bucket may be short, because it includes a random salt of the client.
@@ -30,8 +29,8 @@ type digested struct {
 	content [sha256.Size]byte
 }
 
-// newDigested returns a service with its content: an encoded WholeService or
-// ServiceFrontends.
+// newDigested returns a service with the digest of its content, which is an encoded
+// WholeService or ServiceFrontends.
 func newDigested(key types.NamespacedName, content []byte) digested {
 	return digested{key, orderOf(key), sha256.Sum256(content)}
 }
@@ -66,8 +65,8 @@ type bucketHash struct {
 
 func newBucketHash(salt []byte) *bucketHash { return &bucketHash{hash: sha256.New(), salt: salt} }
 
-// of returns the digest of a bucket with the given sorted services. It is valid until the
-// next call.
+// of returns the digest of a bucket with the given sorted services. The result is valid
+// until the next call.
 func (h *bucketHash) of(services []digested) []byte {
 	h.hash.Reset()
 	h.hash.Write(h.salt)
@@ -77,7 +76,8 @@ func (h *bucketHash) of(services []digested) []byte {
 	return h.hash.Sum(h.sum[:0])[:bucketDigest]
 }
 
-// bucketsOf yields the services of each of n buckets. The services are sorted.
+// bucketsOf divides sorted services into n buckets, and yields the services of each
+// bucket.
 func bucketsOf(services []digested, n int) func(yield func(bucket int, services []digested) bool) {
 	return func(yield func(int, []digested) bool) {
 		for bucket := range n {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package remote lets sinks run in another process than the watcher of the cluster.
+// Package remote lets sinks and the watcher of the cluster run in different processes.
 //
 // A [Server] serves any number of nodes from one state:
 //
@@ -22,7 +22,7 @@
 // state. When the client reconnects, it resumes from its position. A restarted server
 // sends everything again, but the client delivers only the differences to the sink.
 //
-// The function [Watch] fills a state with the whole cluster from another server, like the
+// The function [Watch] reads the whole cluster from another server into a state, like the
 // sources in the packages below watcher.
 //
 // docs/reference/wire.md describes the protocol. A Server also serves clients of the

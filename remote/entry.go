@@ -18,14 +18,15 @@ type entry struct {
 	view *api.View
 	// The server's keys for view.Endpoints, followed by its keys for view.Draining.
 	keys []string
-	// The view that readers get. It is the server's view or, if refused is not empty, the
-	// last view that the client accepted. It is nil if there is none.
+	// The view that readers get. If refused is empty, this is the server's view.
+	// Otherwise it is the last view that the client accepted, or nil.
 	shown *api.View
 	// Why the client refuses the server's view, or empty.
 	refused string
 }
 
-// keyedEndpoint is an endpoint with the server's key for it.
+// keyedEndpoint is an endpoint, together with the key that the server uses for the
+// endpoint.
 type keyedEndpoint struct {
 	key string
 	api.Endpoint
@@ -37,8 +38,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service. The entry has the endpoints in list, and no
-// endpoints of service. newEntry sorts list.
+// newEntry returns the entry of a service. The entry has the endpoints in list, but not
+// the endpoints in the argument service. newEntry sorts list.
 func newEntry(service *api.View, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {
@@ -56,7 +57,7 @@ func newEntry(service *api.View, list []keyedEndpoint) *entry {
 	view.Endpoints, view.Draining = nil, nil
 	keys := make([]string, len(list))
 	endpoints := make([]api.Endpoint, len(list))
-	serving := 0 // number of endpoints that are not draining; they come first
+	serving := 0 // number of endpoints that are not draining; the list has them first
 	for i, e := range list {
 		keys[i], endpoints[i] = e.key, e.Endpoint
 		if !e.draining {
@@ -72,8 +73,8 @@ func newEntry(service *api.View, list []keyedEndpoint) *entry {
 	return &entry{view: &view, keys: keys, shown: &view}
 }
 
-// limit refuses the view of e if it has too many elements. The argument before is the
-// earlier entry of the service, or nil.
+// limit refuses the view of e if the view has too many elements. The argument before is
+// the earlier entry of the service, or nil.
 func (e *entry) limit(maxElements int, before *entry) {
 	err := elements.OfView(e.view).Check(maxElements)
 	if err == nil {
@@ -96,7 +97,8 @@ func (e *entry) content() []byte {
 	return encodeWhole(localv1.Marshal(localv1.FromView(e.view)), endpoints)
 }
 
-// endpoint returns the endpoint with the key e.keys[i], and whether it is draining.
+// endpoint returns the endpoint with the key e.keys[i], and reports whether this endpoint
+// is draining.
 func (e *entry) endpoint(i int) (_ *api.Endpoint, draining bool) {
 	if n := len(e.view.Endpoints); i >= n {
 		return &e.view.Draining[i-n], true

@@ -81,7 +81,7 @@ func TestConnectionsWithoutHandshakeDoNotLockOutNodes(t *testing.T) {
 	}
 }
 
-// Without certificates, the addresses of a /64 can use half of the connections.
+// Without certificates, all addresses of a /64 together can use half of the connections.
 func TestPlaintextConnectionsOfANetworkAreLimited(t *testing.T) {
 	const limit = 20
 	w := newWorld(6, 5, 40)
@@ -92,7 +92,8 @@ func TestPlaintextConnectionsOfANetworkAreLimited(t *testing.T) {
 	address := l.Addr().String()
 	for i := range 2 * limit {
 		conn := connectFrom(t, address, net.IPv4(127, 1, 1, byte(i+1)))
-		// Wait until the server has counted the connection: it sends its settings or closes.
+		// Wait until the server has counted the connection. Then it sends its settings or
+		// closes the connection.
 		conn.SetReadDeadline(time.Now().Add(patience))
 		if _, err := io.WriteString(conn, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"); err != nil && !isReset(err) {
 			t.Fatal(err)

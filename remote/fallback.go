@@ -20,10 +20,10 @@ import (
 
 // Fallback says how a client reads the cluster itself while no server answers.
 type Fallback struct {
-	// After is the time for which no server has answered, or only stale servers have,
-	// before the client uses Watch. Default: 1 minute.
+	// If only stale servers or no servers have answered for the time After, the client
+	// uses Watch. Default: 1 minute.
 	After time.Duration
-	// Watch fills the state, and follows changes until ctx ends, as kube.Watch does. It must
+	// Watch fills the state, and follows changes until ctx ends, like kube.Watch. It must
 	// select the same services as the servers. The client ends ctx when a server answers
 	// again.
 	Watch func(ctx context.Context, state *cluster.State) error
@@ -31,9 +31,9 @@ type Fallback struct {
 
 const defaultFallbackAfter = time.Minute
 
-// A client that falls back is a client of a server in its own process. So it moves to
-// this server, and later to another server, in the same way as between other servers:
-// it sends digests. Its views stay until the first answer is complete, and only the
+// If a client falls back, it becomes the client of a server in its own process. It moves
+// to this server, and later to another server, as it moves between other servers: it
+// sends digests. It keeps its views until the first answer is complete, and only the
 // differences reach the sinks.
 
 var (
@@ -41,7 +41,7 @@ var (
 	errServerBack = errors.New("a server answers again")
 )
 
-// runWithFallback follows servers, and the fallback while there are none.
+// runWithFallback follows servers. While no server answers, it follows the fallback.
 func (c *Client) runWithFallback(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	after := cmp.Or(c.opts.Fallback.After, defaultFallbackAfter)
@@ -68,8 +68,8 @@ func (c *Client) runWithFallback(ctx context.Context) error {
 // answers.
 func (c *Client) UsesFallback() bool { return c.fallenBack.Load() }
 
-// followServers follows servers. It returns errNoServer when none has answered for the time
-// of the fallback.
+// followServers follows servers. It returns errNoServer when no server has answered for the
+// time after.
 func (c *Client) followServers(ctx context.Context, after time.Duration) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
@@ -98,8 +98,8 @@ func (c *Client) followServers(ctx context.Context, after time.Duration) error {
 	})
 }
 
-// fallBack follows the fallback until it fails, or until a server answers: then it returns
-// errServerBack.
+// fallBack follows the fallback until the fallback fails or a server answers. If a server
+// answers, fallBack returns errServerBack.
 func (c *Client) fallBack(ctx context.Context) error {
 	state := cluster.New(cluster.Options{MaxElements: c.opts.MaxElements})
 	server, err := NewServer(state, ServerOptions{Insecure: true}) // in memory
@@ -137,7 +137,7 @@ func (c *Client) followFallback(ctx context.Context, l *bufconn.Listener) error 
 	}
 }
 
-// awaitServer tries servers until one answers that is not stale. Then it returns
+// awaitServer tries servers until a server answers and is not stale. Then it returns
 // errServerBack. The client sends its digests, so most answers are short.
 func (c *Client) awaitServer(ctx context.Context) error {
 	ctx, end := context.WithCancelCause(ctx)

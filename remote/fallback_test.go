@@ -18,9 +18,10 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// The only server ends. Later, a server starts that does not know its tokens. In
-// between, the client reads the cluster from its fallback, which fails once at first.
-// The fallback has one more service, and only this service reaches the sink.
+// The only server ends. Later, another server starts, which does not know the first
+// server's tokens. In between, the client reads the cluster from its fallback. The first
+// attempt of the fallback fails. The fallback has one more service, and only this service
+// reaches the sink.
 func TestClientFallsBackAndReturns(t *testing.T) {
 	state, address := manyServices(3), socket(t)
 	_, stop := serve(t, state, address, quick)
@@ -90,7 +91,7 @@ func TestClientFallsBackAndReturns(t *testing.T) {
 	}
 }
 
-// A stale server counts as one that does not answer.
+// A stale server counts as a server that does not answer.
 func TestClientFallsBackFromStaleServer(t *testing.T) {
 	state, address := manyServices(3), socket(t)
 	state.Update(func(tx *cluster.Tx) { tx.SetStale(true) })

@@ -32,8 +32,8 @@ const (
 )
 
 // frame is a marshalled OpItem, encoded as an element of the field Batch of another
-// OpItem. Batch is a repeated field. So several frames, one after the other, encode one
-// OpItem whose Batch has the items of all frames.
+// OpItem. Batch is a repeated field. So several consecutive frames encode one OpItem, and
+// its Batch has the items of all frames.
 type frame []byte
 
 func newFrame(item *localv1.OpItem) frame {
@@ -47,7 +47,8 @@ func (f frame) item() []byte {
 	return f[tag+length:]
 }
 
-// A beginning has a Set for each endpoint, so setFrame encodes it without package proto.
+// A beginning has a Set for each endpoint. So setFrame encodes the Set fast, without
+// package proto.
 func setFrame(set localv1.Set, path string, value []byte) frame {
 	path = strings.ToValidUTF8(path, "\uFFFD") // protobuf strings have to be UTF-8
 	ref := protowire.SizeTag(refSet) + protowire.SizeVarint(uint64(set)) + sizeField(refPath, len(path))

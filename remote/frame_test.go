@@ -10,7 +10,7 @@ import (
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 )
 
-// The frames that are encoded without package proto are the same as with it.
+// Frames that are encoded with and without package proto must be equal.
 func TestFramesAreProtobuf(t *testing.T) {
 	for _, path := range []string{"a/b", "a/b/\xff\xfe"} {
 		for _, value := range [][]byte{nil, {1}, make([]byte, 300), make([]byte, 1<<20)} {

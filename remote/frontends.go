@@ -11,12 +11,12 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// frontendsOf returns a view's frontends as a message, which contains each list of
-// endpoints and of sources only once. It returns errTooLarge before it uses much more
-// memory than maxObject.
+// frontendsOf returns a view's frontends as a message. The message contains each list of
+// endpoints and each list of sources only once. It returns errTooLarge before it uses
+// much more memory than maxObject.
 func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
-	size := 0 // a lower limit, in bytes
+	size := 0 // a lower limit of the message's size, in bytes
 	lists := map[nodeview.ListID]int32{}
 	admitted := map[frontends.SourcesID]int32{}
 	// addList returns the index of a new list in w.Lists.

@@ -11,8 +11,8 @@ import (
 )
 
 // TestPortsShareTheirLists checks that a message has each list of endpoints once if all ports
-// of a service lead to the same ports of the endpoints. The lists are those for traffic from
-// elsewhere and from this node, and the list Keep.
+// of a service lead to the same ports of the endpoints. The lists are the list for traffic
+// from elsewhere, the list for traffic from this node, and the list Keep.
 func TestPortsShareTheirLists(t *testing.T) {
 	svc := &api.Service{
 		Namespace: "default", Name: "web", Type: api.LoadBalancer, ExternalTrafficToLocal: true,

@@ -19,8 +19,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// setsClient returns a client of a new server of the state. It is generated code with the
-// default options of gRPC.
+// setsClient starts a server of the state and returns a client of this server. The client
+// is generated code with the default options of gRPC.
 func setsClient(t *testing.T, state *cluster.State) localv1.SetsClient {
 	t.Helper()
 	l := listen(t, "127.0.0.1:0")
@@ -100,7 +100,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	const sources = `"Name":"hinted","Namespace":"plain","Sources":[{"OwnSources":["203.0.113.1"],"SourceRanges":["192.0.2.0/24"]}]}`
 	stream := watch()
 	got, _ := answer(stream, &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}})
-	want := []string{"reset", text(here, `"Keep":2,`) + // flows to an endpoint with a hint for another zone
+	want := []string{"reset", text(here, `"Keep":2,`) + // existing flows to an endpoint with a hint for another zone
 		`"Lists":[{"Targets":[{"IP":"172.16.0.1","Local":true,"NodeName":"in-a","Port":80}]},{"Targets":[{"IP":"172.16.0.2","NodeName":"in-b","Port":80}]}],` + sources}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("first answer (-want +got):\n%s", diff)

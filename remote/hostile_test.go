@@ -179,7 +179,7 @@ const (
 var (
 	// A client sends http2Hello at the beginning of an HTTP/2 connection.
 	http2Hello = append([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), http2Frame(http2Settings, 0, 0, nil)...)
-	// watchHeaders are the header fields with which a call of Watch begins.
+	// A call of Watch begins with the header fields in watchHeaders.
 	watchHeaders = slices.Concat(
 		hpackField(":method", "POST"), hpackField(":scheme", "http"), hpackField(":path", localv1.Sets_Watch_FullMethodName),
 		hpackField(":authority", "localhost"), hpackField("content-type", "application/grpc"), hpackField("te", "trailers"))
@@ -216,7 +216,7 @@ func (c hugeCodec) Marshal(any) (mem.BufferSlice, error) {
 	return slices.Repeat(mem.BufferSlice{mem.SliceBuffer(c.piece)}, c.times), nil
 }
 
-// The test counts all allocated bytes, including those already freed.
+// The test counts all allocated bytes, even if they are already freed.
 func TestAMessageOf100MB(t *testing.T) {
 	b := besiege(t, quick)
 	c := newTableClient(t, t.Context(), "tcp://"+b.address, "node-1")
@@ -316,8 +316,8 @@ func TestFailedHandshakes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// Send the certificate even if the server does not accept the authority that signed
-			// it. By default, crypto/tls would send no certificate.
+			// Send the certificate even if the server does not accept the certificate's
+			// authority. By default, crypto/tls would send no certificate.
 			c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 		}
 		return c

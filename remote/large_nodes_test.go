@@ -36,8 +36,8 @@ func (w spread) SetSlice(s *api.EndpointSlice) {
 	w.Writer.SetSlice(s)
 }
 
-// Nodes share the marshalled endpoints of services with endpoints on many nodes. Each node
-// must get its own views, while others begin.
+// If a service has endpoints on many nodes, the nodes share the marshalled endpoints. Each
+// node must get its own views, while other nodes begin.
 func TestFirstAnswersWithEndpointsOnManyNodes(t *testing.T) {
 	w := newWorld(12, 60, 1)
 	w.World = apitest.NewWorld(rand.New(rand.NewPCG(12, 0)), 60, 40)

@@ -12,8 +12,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// A node's buckets have the services of other nodes, with some replaced, added and absent.
-// Many services have the same order, as if a tenant had chosen their names.
+// A node's buckets have the services as they are at other nodes, but some services are
+// replaced, added or absent. Many services have the same order, as if a tenant had chosen
+// their names.
 func TestBucketsOfANode(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 0))
 	for range 300 {
@@ -58,7 +59,7 @@ func TestBucketsOfANode(t *testing.T) {
 	}
 }
 
-// equalSums compares what a digest depends on.
+// equalSums compares the fields that affect a digest.
 func equalSums(a, b []digested) bool {
 	return slices.EqualFunc(a, b, func(a, b digested) bool { return a.order == b.order && a.content == b.content })
 }

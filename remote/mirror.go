@@ -20,7 +20,7 @@ import (
 // Watch keeps state equal to the state of another kpng server until ctx ends. Then it
 // returns context.Cause(ctx). The server needs the option ServeCluster. The state contains
 // the services that the server's own source selects. In a chain of servers, only the first
-// one connects to the API server.
+// server connects to the API server.
 //
 // The state is synced when the first answer is complete. Each answer is one commit. The
 // state must have no other writer.
@@ -42,7 +42,7 @@ func Watch(ctx context.Context, state *cluster.State, opts DialOptions) error {
 type mirror struct {
 	state *cluster.State
 	token []byte    // token of the last complete answer
-	lost  time.Time // when the last connection that delivered an answer was lost
+	lost  time.Time // when the connection was lost; only connections that delivered an answer count
 }
 
 // follow copies the state of the server at the other end of conn until the connection
@@ -97,8 +97,8 @@ func (m *mirror) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 }
 
 // clusterAnswer collects the parts of an answer with the state of the cluster. If an
-// object is unreadable, it logs an error and uses the object's previous version, which is
-// in the field had.
+// object is unreadable, clusterAnswer logs an error and uses the object's previous
+// version from the field had.
 type clusterAnswer struct {
 	had      *cluster.Objects
 	log      klog.Logger

@@ -26,7 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// mirror keeps state equal to that of the server at the address.
+// mirror keeps state equal to the state of the server at the address.
 func mirror(t testing.TB, state *cluster.State, address string) (stop func()) {
 	return start(t, func(ctx context.Context) error {
 		return remote.Watch(ctx, state, remote.Quick(remote.DialOptions{Addresses: []string{address}}))
@@ -108,7 +108,7 @@ func TestUnreadableObjectOfClusterIsIgnored(t *testing.T) {
 	}
 }
 
-// TestRelayOfStaleStateIsStale follows a server with a state that becomes stale.
+// TestRelayOfStaleStateIsStale follows a server. The state of this server becomes stale.
 func TestRelayOfStaleStateIsStale(t *testing.T) {
 	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	original.SetSynced()

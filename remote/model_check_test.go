@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// receivePart gives the client all incomplete parts of an answer, each on a stream of
-// its own. They must not change the client's state.
+// receivePart gives the client all incomplete parts of an answer, each part on its own
+// stream. These parts must not change the client's state.
 func (m *model) receivePart(items []*localv1.OpItem) {
 	before, _ := m.client.get()
 	token := m.client.token
@@ -120,7 +120,8 @@ func nameOf(ref *localv1.Ref) string {
 	return strings.Split(ref.GetPath(), "/")[1]
 }
 
-// differences returns the names of the services that the client lacks, or has in another form.
+// differences returns the names of the services that the client lacks or that differ at the
+// client.
 func (m *model) differences(s *modelServer) map[string]bool {
 	names := map[string]bool{}
 	want := s.views()
@@ -154,7 +155,7 @@ func (m *model) inBuckets(s *modelServer, names map[string]bool) map[string]bool
 	return all
 }
 
-// count returns how many of the names are of services that the client's node has.
+// count returns how many of the names belong to services of the client's node.
 func (s *modelServer) count(names map[string]bool) (n int) {
 	for name := range s.views() {
 		if names[name] {
@@ -189,7 +190,7 @@ func modelContent(s *modelServer) string {
 	return b.String()
 }
 
-// since describes the changes after a revision that a server can send.
+// since describes the changes that a server can send to a client at a revision.
 func since[K comparable, V any](b *strings.Builder, s *revstore.Snapshot[K, V], revision uint64) {
 	changes, ok := s.Since(revision)
 	fmt.Fprint(b, " since ", ok)
@@ -207,8 +208,9 @@ func keys[K comparable, V any](b *strings.Builder, all iter.Seq2[K, V]) {
 	fmt.Fprint(b, names)
 }
 
-// hash returns a hash of all facts on which the future of the model depends. In place
-// of instances and revisions, it hashes the changes that servers can send for them.
+// hash returns a hash of all facts on which the future of the model depends. Instead of
+// instances and revisions, it hashes the changes that servers can send to a client that
+// has them.
 func (m *model) hash() [sha256.Size]byte {
 	var b strings.Builder
 	for i, s := range m.servers {

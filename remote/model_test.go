@@ -20,10 +20,11 @@ import (
 var modelDepth = flag.Int("model-depth", 3, "the `number` of actions after which TestModel ends")
 
 // TestModel explores all sequences of actions up to a length. The actors are a server, a
-// relay, and a client of either. It calls the code of this package for servers and clients,
-// without a network. It explores a state only once, even if several paths lead to it.
+// relay, and a client of the server or of the relay. The test calls the code of this
+// package for servers and clients, without a network. It explores a state only once, even
+// if several paths lead to the state.
 //
-// After each action, it checks what docs/reference/wire.md promises; see model.receive.
+// After each action, it checks the promises of docs/reference/wire.md; see model.receive.
 func TestModel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		states, actions, err := explore(modelBegins, *modelDepth, fault{})
@@ -35,7 +36,7 @@ func TestModel(t *testing.T) {
 	})
 }
 
-// TestModelFindsFaults explores the model with faults, each of which it must find.
+// TestModelFindsFaults explores the model with faults. It must find each fault.
 func TestModelFindsFaults(t *testing.T) {
 	drop := func(is func(*localv1.OpItem) bool) func([]*localv1.OpItem) []*localv1.OpItem {
 		return func(items []*localv1.OpItem) []*localv1.OpItem { return slices.DeleteFunc(items, is) }
@@ -110,15 +111,15 @@ type fault struct {
 	relayRequest     func(*model, *clusterv1.WatchRequest)
 }
 
-// modelBegins are the paths with which exploration begins: nothing, and a client and a relay
-// that have several services.
+// Exploration begins with the paths in modelBegins: an empty path, and a path after which a
+// client and a relay have several services.
 var modelBegins = [][]string{
 	nil,
 	{"put a2", "put b", "node in z1", "relay", "connect to origin", "answer"},
 }
 
-// explore plays all paths that have a number of actions after one of the first paths. It
-// extends only the first path to each state.
+// explore plays paths that begin with one of the paths in frontier. The number of further
+// actions is depth. It extends only the first path to each state.
 func explore(frontier [][]string, depth int, f fault) (states, actions int, err error) {
 	defer debug.SetGCPercent(debug.SetGCPercent(400)) // servers need much memory for a short time
 	seen := map[[sha256.Size]byte]bool{}
@@ -164,14 +165,15 @@ var modelActions = []string{
 	// The source of the origin changes: service a with or without hints for zones, service b
 	// with endpoints for the client's node, and the client's node.
 	"put a1", "put a2", "delete a", "put b", "delete b", "node in z1", "node in z2", "delete node",
-	// The client opens a stream, and loses the one that it has.
+	// The client opens a stream, and loses its previous stream.
 	"connect to origin", "connect to relay",
-	// The server answers. With "part", the client loses the stream before it has the end.
+	// The server answers. With "part", the client loses the stream before the end of the
+	// answer.
 	"answer", "part",
 	// The relay gets an answer from the origin. With "part", it gets only a part and then
 	// loses its stream.
 	"relay", "relay part",
 	"restart origin", "restart relay",
-	// More time passes than servers remember deletions.
+	// So much time passes that servers may forget deletions.
 	"wait",
 }

@@ -35,12 +35,12 @@ type model struct {
 	close   context.CancelFunc
 	content map[string]string // the source: versions of services and of the node
 	servers [2]*modelServer
-	all     []*modelServer // also those that have ended
+	all     []*modelServer // all servers, even if they have ended
 
 	client  *Client
 	has     *modelToken // the client's token; nil if there is none
 	stream  *modelStream
-	digests *localv1.Digests // only for a fault: the digests of the client's last stream
+	digests *localv1.Digests // the digests of the client's last stream; only one of the faults needs them
 	mirror  *mirror
 	relayed *relay
 	parts   *sent // of the relay
@@ -53,7 +53,7 @@ type modelServer struct {
 	waited bool // deletions may be forgotten at the next change
 	// log maps a revision to the names of the changed services, or to "node".
 	log []modelChange
-	// forgotten is the revision up to which deletions may be forgotten.
+	// forgotten is a revision. Deletions up to this revision may be forgotten.
 	forgotten uint64
 }
 
@@ -143,7 +143,8 @@ func (m *model) fill() {
 	s.state.SetSynced()
 }
 
-// writeModel writes a version of an object. The version is empty if it does not exist.
+// writeModel writes a version of an object. If the version is empty, the object does not
+// exist.
 func writeModel(tx *cluster.Tx, name, version string) {
 	key := types.NamespacedName{Namespace: "ns", Name: name}
 	switch {
@@ -165,7 +166,7 @@ func writeModel(tx *cluster.Tx, name, version string) {
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}},
 	}
 	if name == "a" && version == "2" || name == "b" {
-		service.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1")) // a2 takes it from b
+		service.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1")) // version a2 takes this address from service b
 	}
 	slice := &api.EndpointSlice{
 		Namespace: "ns", Name: name, ServiceName: name, Family: api.IPv4,
@@ -413,7 +414,7 @@ func (m *model) relay(complete bool) bool {
 		a.take(&part)
 	}
 	if !complete {
-		m.relayed = nil // without its last message, the answer is not written
+		m.relayed = nil // the last message is missing, so the answer is not written
 		return true
 	}
 	to.update(a.write)

@@ -34,7 +34,7 @@ type packClient struct {
 	node           string
 	all, frontends bool
 
-	// The values by set and path.
+	// The received values, by set and path.
 	values  map[localv1.Set]map[string]string
 	buckets int
 	reset   bool // the last answer had a Reset
@@ -42,7 +42,8 @@ type packClient struct {
 	continued int
 }
 
-// openStream begins a stream to a server, for requests that kpng's client does not send.
+// openStream begins a stream to a server. Tests use it for requests that kpng's client
+// does not send.
 func openStream(t *testing.T, address string) (stream localv1.Sets_WatchClient, end func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(within(t))
@@ -199,8 +200,8 @@ func (w fewHints) SetSlice(s *api.EndpointSlice) {
 	w.Writer.SetSlice(s)
 }
 
-// Each kind of client gets the same values with Packed as without, both from a changing
-// state and from another server.
+// Clients of each kind get the same values with and without Packed. This holds for a
+// changing state, and for a client that moves to another server.
 func TestPackedAnswersEqualOthers(t *testing.T) {
 	for name, filter := range map[string]func(apitest.Writer) apitest.Writer{
 		"many hints": func(w apitest.Writer) apitest.Writer { return w },
@@ -296,7 +297,7 @@ func waitMark(t *testing.T, address string, step int) {
 }
 
 // differ returns the differences between the values of two clients. It ignores the
-// winners of lost claims, which may be from an earlier state.
+// winners of lost claims, because the winners may be from an earlier state.
 func differ(t *testing.T, a, b *packClient) (lines []string) {
 	withoutWinners := func(value string) string {
 		var s localv1.Service
@@ -321,7 +322,7 @@ func differ(t *testing.T, a, b *packClient) (lines []string) {
 }
 
 // Tenants choose names. If most services are in one bucket and one of them changes, clients
-// of another server get the whole state, which is shared and compressed.
+// of another server get the whole state. This answer is shared and compressed.
 func TestOneBucketWithMostServices(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	set := func(name string, port int32) {

@@ -30,8 +30,8 @@ type peers struct {
 	stalled  atomic.Uint64
 	sent     atomic.Uint64 // bytes
 	streams  atomic.Int64  // open streams
-	// waiting has the connections whose handshake has not finished. They do not count as
-	// connections yet.
+	// waiting has the connections whose handshake has not finished. Such a connection
+	// does not count as a connection yet.
 	waiting *connlimit.Queue
 
 	mu          sync.Mutex
@@ -60,7 +60,7 @@ type account struct {
 type openStream struct {
 	peer, node string
 	since      time.Time
-	revision   atomic.Uint64 // the client has this revision; 0 until its first answer
+	revision   atomic.Uint64 // the revision that the client has; 0 until its first answer
 }
 
 // opened records a stream until the returned function is called.
@@ -80,7 +80,7 @@ type refusals struct {
 	mu     sync.Mutex
 	count  uint64
 	last   time.Time
-	reason string // of the last one
+	reason string // of the last refusal
 }
 
 func (r *refusals) add(reason string) {
@@ -126,9 +126,9 @@ func (c *countedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// connect counts a connection whose handshake has finished. It returns false if the
-// connection exceeds a limit, or was closed during the handshake. All anonymous
-// connections of an IPv6 network together may use half of the connections.
+// connect counts a connection after its handshake. It returns false if the connection
+// exceeds a limit, or was closed during the handshake. All anonymous connections of an
+// IPv6 network together may use half of the connections.
 func (p *peers) connect(c *countedConn, anonymous bool) bool {
 	if !p.waiting.Remove(c) {
 		return false
@@ -223,12 +223,12 @@ type caller struct {
 	cert *x509.Certificate // nil without TLS
 	conn net.Conn
 
-	turns *semaphore.Weighted // those of the peer's account; set by admit
+	turns *semaphore.Weighted // the turns of the peer's account; set by admit
 }
 
 // callerOf returns the client of a stream. Several clients may use the same
-// certificate, so the name of the peer includes the client's address. With
-// nodeCertificates, the name of a peer with the certificate of a node does not include
+// certificate, so the name of the peer includes the client's address. The exception is
+// the certificate of a node, if nodeCertificates is true: then the name does not include
 // the address.
 func callerOf(ctx context.Context, nodeCertificates bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)

@@ -27,8 +27,8 @@ func nodesOf(s *cluster.Objects) *revstore.Snapshot[string, *api.Node] {
 	return (*revstore.Snapshot[string, *api.Node])(s.Nodes)
 }
 
-// publisher decides which snapshots the streams send. It publishes a commit at once. Then
-// it gathers further commits for a short time, so that a burst of commits wakes the streams
+// publisher decides which snapshots the streams send. It publishes a commit immediately.
+// Then it gathers further commits for a short time. So a burst of commits wakes the streams
 // only a few times, and all streams send the same snapshots.
 type publisher struct {
 	state    *cluster.State
@@ -38,15 +38,16 @@ type publisher struct {
 	stopped  atomic.Bool
 
 	mu sync.Mutex
-	// The streams that wait for the next snapshot, and some that have ended since the last one.
+	// The streams that wait for the next snapshot, and some streams that have ended since the
+	// last snapshot.
 	waiting []waker
 
 	stepsMu sync.Mutex
 	steps   []*step // at most maxSteps, oldest first
 }
 
-// waker wakes one stream. Each stream waits for its own channel only, because waiting for
-// several channels that all streams share costs much more.
+// waker wakes one stream. Each stream waits only for its own channel. Waiting for
+// channels that all streams share would cost much more.
 type waker chan struct{} // has room for one element
 
 func newWaker() waker { return make(waker, 1) }
@@ -61,8 +62,8 @@ func (w waker) wake() {
 // get returns the present snapshot, or nil if there is none yet.
 func (p *publisher) get() *cluster.Objects { return p.snapshot.Load() }
 
-// wait waits until a snapshot has replaced the given one, until the publisher wakes all
-// streams for another reason, or until another goroutine calls w.wake.
+// wait waits until one of three events: a snapshot replaces the given one, the publisher
+// wakes all streams for another reason, or another goroutine calls w.wake.
 func (p *publisher) wait(seen *cluster.Objects, w waker) {
 	p.mu.Lock()
 	if p.stopped.Load() || p.snapshot.Load() != seen {
@@ -86,9 +87,9 @@ func (p *publisher) wakeAll(change func()) {
 	}
 }
 
-// lags reports whether a snapshot is so old that its memory should be freed. The limit is
-// twice the limit for cursors in package revstore, because most changes count twice: in
-// the store of the changed object, and in the store of the joined states.
+// lags reports whether a snapshot is so old that its memory should be freed. This limit
+// is twice the limit for cursors in package revstore, because most changes count twice:
+// in the store of the changed object, and in the store of the joined states.
 func (p *publisher) lags(snapshot *cluster.Objects) bool {
 	present := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)

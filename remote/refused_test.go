@@ -98,7 +98,8 @@ func TestClientKeepsLastAcceptedView(t *testing.T) {
 	}
 }
 
-// A scrape of the metrics calls Refused, so its cost must not depend on all services.
+// A scrape of the metrics calls Refused. So the cost of Refused must not depend on the
+// number of all services.
 func TestCostOfRefusedDependsOnRefusedServicesOnly(t *testing.T) {
 	measure := func(services int) func() time.Duration {
 		state := cluster.New(cluster.Options{Resumable: true})

@@ -89,7 +89,8 @@ func (r *relay) send(snapshot *cluster.Objects) (bool, error) {
 	return true, r.flush()
 }
 
-// request implements subscriber. A later request says only that the client is ready.
+// request implements subscriber. A request after the first says only that the client is
+// ready.
 func (r *relay) request(*clusterv1.WatchRequest) error { return nil }
 
 // nodeName implements subscriber.

@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// The function within returns a context that limits one wait.
+// The function within returns a context that limits the time of one wait.
 func within(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("waited for %v", patience))
 	t.Cleanup(cancel)
@@ -128,7 +128,7 @@ func (s *screen) sink() sink.Sink {
 				printed := *service
 				printed.Lost = slices.Clone(service.Lost)
 				for i := range printed.Lost {
-					printed.Lost[i].Winner = types.NamespacedName{} // may be from an earlier state
+					printed.Lost[i].Winner = types.NamespacedName{} // the winner may be from an earlier state
 				}
 				if line, err = json.Marshal(printed); err != nil {
 					return err
@@ -146,7 +146,7 @@ func (s *screen) sink() sink.Sink {
 	})
 }
 
-// patience is the time without progress after which a test fails.
+// A test fails after the time patience without progress.
 const patience = time.Minute
 
 // waitOutput waits until the marker service has reached step, and then returns the
@@ -245,9 +245,9 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 // change immediately, and do not limit the rate of new streams.
 var quick = remote.Batching(-1, remote.ServerOptions{StreamRate: 1e6})
 
-// TestRemoteSinkReceivesSameAsInProcess compares the output of kpng-json for a remote
-// client and for a sink in the server's process, after each of 500 changes to 200
-// services.
+// TestRemoteSinkReceivesSameAsInProcess makes 500 changes to 200 services. After each
+// change, it compares the output of kpng-json for a remote client with the output for a
+// sink in the server's process.
 func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 	w := newWorld(1, 8, 200)
 	address := socket(t)
@@ -270,7 +270,7 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 	}
 }
 
-// A sink that begins late receives the same views over the same stream.
+// A sink that starts later receives the same views over the same stream.
 func TestSourcesOfClientShareStream(t *testing.T) {
 	state, address := manyServices(3), socket(t)
 	server, _ := serve(t, state, address, quick)

@@ -28,23 +28,24 @@ const firstServices, firstNodes = 10_000, 5_000
 
 var firstClients = flag.Int("first-clients", firstNodes, "number of clients of BenchmarkFirstSync and BenchmarkMove")
 
-// firstState returns a state whose objects are as long and as different as those of a real
-// cluster. It is the same in all processes.
+// firstState returns a state with objects that are as long and as different as the objects
+// of a real cluster. The state is the same in all processes.
 func firstState() *cluster.State {
 	state := largeState(firstServices, firstNodes)
 	update(state, func(to apitest.Writer) { makeReal(to, firstServices, firstNodes) })
 	return state
 }
 
-// BenchmarkFirstSync connects 5,000 clients at the same time to a server that has just
-// started, in a process of its own.
+// BenchmarkFirstSync connects 5,000 clients at the same time to a new server in another
+// process.
 //
 //   - tokens: the clients have everything and tokens of this server. This case shows
 //     the cost of the streams without a first answer.
 //   - new: the clients have nothing. Then the server is killed with SIGKILL, and
 //     another one starts. All clients have to continue with their present state.
 //
-// The clients do not unpack the answers; TestAnotherServerContinues does.
+// The clients do not unpack the answers, unlike the clients of
+// TestAnotherServerContinues.
 func BenchmarkFirstSync(b *testing.B) {
 	digests := firstDigests(b)
 	for _, kind := range []string{"tokens", "new"} {
@@ -85,9 +86,9 @@ func BenchmarkFirstSync(b *testing.B) {
 	}
 }
 
-// BenchmarkMove kills one of two relays with SIGKILL. The clients of both are equally
-// many. Those of the killed relay connect to the other one and continue with their present
-// state.
+// BenchmarkMove kills one of two relays with SIGKILL. Each relay has half of the clients.
+// The clients of the killed relay connect to the other relay and continue with their
+// present state.
 func BenchmarkMove(b *testing.B) {
 	digests := firstDigests(b)
 	for b.Loop() {
@@ -96,7 +97,8 @@ func BenchmarkMove(b *testing.B) {
 		var rounds [2]func() *crowdRound
 		for i := range relays {
 			relays[i] = startRestarted(b, addresses[i])
-			// The clients of the first relay also know the second one, which does not run yet.
+			// The clients of the first relay also know the second relay, although it does not
+			// run yet.
 			c := &crowd{Addresses: addresses[i:], PerNode: 1, Packed: true}
 			for n := i; n < *firstClients; n += 2 {
 				name := apitest.NodeName(n)
@@ -118,8 +120,8 @@ func BenchmarkMove(b *testing.B) {
 	}
 }
 
-// firstDigests returns the digests of each client, with which it connects again after its
-// first answer.
+// firstDigests returns the digests of each client. The client sends them when it connects
+// again after its first answer.
 func firstDigests(b *testing.B) (all []*localv1.Digests) {
 	state := firstState()
 	server, snapshot := newBenchServer(b, state), state.Objects()
@@ -133,7 +135,7 @@ func firstDigests(b *testing.B) (all []*localv1.Digests) {
 // restarted is a server in a process of its own.
 type restarted struct {
 	cmd    *exec.Cmd
-	tokens map[string][]byte // of the clients that have everything
+	tokens map[string][]byte // the tokens of clients that have the whole state
 }
 
 // If this environment variable is set to an address, the test binary runs a server instead
@@ -165,7 +167,8 @@ func (r *restarted) kill() {
 	r.cmd.Wait()
 }
 
-// measure begins a measurement of the process. The result reports it for a round.
+// measure begins a measurement of the process. The returned function reports the result
+// for a round.
 func (r *restarted) measure(b *testing.B) (report func(round *crowdRound, prefix string)) {
 	pid := strconv.Itoa(r.cmd.Process.Pid)
 	if err := os.WriteFile("/proc/"+pid+"/clear_refs", []byte("5"), 0); err != nil {

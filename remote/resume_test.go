@@ -112,7 +112,7 @@ func (g *gate) close() {
 	clear(g.conns)
 }
 
-// atLeast returns a function for Wait that waits for n Syncs.
+// atLeast returns a function that makes Wait wait for n Syncs.
 func atLeast(n int) func([]sinktest.Sync) bool {
 	return func(syncs []sinktest.Sync) bool { return len(syncs) >= n }
 }
@@ -169,7 +169,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 	if n := g.received.Load(); n > 2000 || n > first/20 {
 		t.Errorf("%d bytes after the loss, %d at the start", n, first)
 	}
-	if n := server.Stats().Views - views; n > 4 { // for the lost stream, it may also compute the two old views
+	if n := server.Stats().Views - views; n > 4 { // the server may also compute the two old views for the lost stream
 		t.Errorf("the server computed %d views, want at most 4", n)
 	}
 }
@@ -479,8 +479,8 @@ func TestStaleClient(t *testing.T) {
 	}
 }
 
-// During each Sync, the server is replaced by one whose views all differ. The client's
-// reader then lags too far, so it loses its position. Nevertheless each pass ends.
+// During each Sync, another server replaces the server. All its views differ. The
+// client's reader then lags too far and loses its position. Nevertheless each pass ends.
 func TestPassesEndWhileServersAreReplaced(t *testing.T) {
 	const services = 10_100
 	var states [2]*cluster.State
@@ -527,7 +527,7 @@ func TestPassesEndWhileServersAreReplaced(t *testing.T) {
 		return nil
 	}), sink.Options{BatchSize: 6000})
 	start(t, d.Run)
-	if err := d.WaitApplied(within(t), 3); err != nil { // the first state and the two that replaced it
+	if err := d.WaitApplied(within(t), 3); err != nil { // the first state, and the two states that replaced it
 		t.Fatal(err)
 	}
 	if s := d.Status(); s.Passes != 2 || begun != 2 {

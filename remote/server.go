@@ -48,7 +48,7 @@ type ServerOptions struct {
 	ClusterReaders []string
 
 	// The following fields limit the resources that clients use. Clients at the same IP
-	// address are one peer. All clients at unix sockets are one peer, too. With TLS, clients
+	// address are one peer. All clients at unix sockets are also one peer. With TLS, clients
 	// with different common names are different peers. With NodeCertificates, clients with
 	// the same common name system:node:N are one peer, even at different addresses.
 
@@ -56,9 +56,9 @@ type ServerOptions struct {
 	//
 	// Connections count after their TLS handshake. A quarter of this number may be in the
 	// handshake at the same time. If there are more, the server finds the IPv4 address or
-	// IPv6 /64 network with the most handshakes, and closes the oldest of them. All
-	// connections without certificates from one IPv6 /64 network can use half of
-	// MaxConnections.
+	// IPv6 /64 network with the most handshakes, and closes the oldest connection in this
+	// group. All connections without certificates from one IPv6 /64 network can use half
+	// of MaxConnections.
 	MaxConnections int
 	// MaxConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
 	// Default 256.
@@ -70,21 +70,22 @@ type ServerOptions struct {
 	// the work for first answers, which may contain the whole state. A burst of
 	// MaxStreamsPerPeer new streams is allowed. Default 20.
 	StreamRate float64
-	// SendTimeout limits the time in which a client reads a message, and the average time in
-	// which it reads 64 KB of an answer. The server disconnects a slower client. If the
-	// cluster changes too much during an answer, SendTimeout limits the time of the whole
-	// answer. Default 30 s.
+	// SendTimeout limits the time that a client needs to read a message, and the average
+	// time for 64 KB of an answer. The server disconnects slower clients. If the cluster
+	// changes too much during an answer, SendTimeout limits the time of the whole answer.
+	// Default 30 s.
 	SendTimeout time.Duration
-	// ConnectionAge is the lifetime of a connection, plus or minus at most 10 %. Then the
-	// server asks the client to connect again, and ends its streams within a minute. So
-	// clients spread over servers, also over new ones, and their certificates are checked
-	// again. A client that connects again receives only the changes. Default 30 minutes.
+	// ConnectionAge is the lifetime of a connection, plus or minus at most 10 %. At its
+	// end, the server requests that the client connect again, and ends the client's
+	// streams within a minute. So clients also spread over new servers, and their
+	// certificates are checked again. A client that connects again receives only the
+	// changes. Default 30 minutes.
 	ConnectionAge time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
 
-	// batchInterval is the time for which the server gathers further changes after it has
-	// sent a change. Default 10 ms; a negative value means no wait. Only tests set it.
+	// After the server has sent a change, it gathers further changes for the time
+	// batchInterval. Default 10 ms; a negative value means no wait. Only tests set it.
 	batchInterval time.Duration
 }
 
@@ -93,7 +94,7 @@ type ServerOptions struct {
 type Server struct {
 	opts     ServerOptions
 	state    *cluster.State
-	instance []byte // random; tokens of this server begin with it
+	instance []byte // random bytes, with which tokens of this server begin
 
 	served     atomic.Bool
 	published  *publisher
@@ -103,9 +104,8 @@ type Server struct {
 }
 
 // NewServer returns a server of the given state. It answers clients when the state is
-// synced. The state should have the option Resumable of [cluster.Options]. Otherwise, a
-// client that reconnects has to start over if objects were deleted while it was
-// disconnected.
+// synced. The state should have the option Resumable of [cluster.Options]. Otherwise, if
+// objects were deleted while a client was disconnected, the client has to start over.
 func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:
@@ -203,8 +203,8 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 // stopTimeout limits the time for answers in progress when the server stops.
 const stopTimeout = 5 * time.Second
 
-// maxRequest is the maximum size of a message from a client. A WatchReq is smaller: it
-// has little more than a name, a token and 8 KB of digests.
+// maxRequest is the maximum size of a message from a client. A WatchReq is smaller,
+// because it has little more than a name, a token and 8 KB of digests.
 const maxRequest = 16 << 10
 
 // requestWindow is the flow-control window for a client's messages. The window is fixed.
@@ -221,7 +221,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16 << 10),
 		grpc.ReadBufferSize(1 << 10), // requests are short, except the first
-		grpc.SharedWriteBuffer(true), // saves 32 KB per idle connection; newer versions of gRPC do so by default
+		grpc.SharedWriteBuffer(true), // saves 32 KB per idle connection; default in newer versions of gRPC
 		grpc.StaticStreamWindowSize(requestWindow),
 		grpc.StaticConnWindowSize(requestWindow),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
@@ -275,7 +275,7 @@ func (s *Server) Stats() transport.Stats {
 // reads the state of the whole cluster. The argument peer is the client's certificate or
 // IP address, as in [ServerOptions]. The argument since is the time of the client's first
 // request. The argument revision is the last revision of the server's state that the
-// client has. It is 0 until the client has received the first answer. All revisions that
+// client has. It is 0 until the client has received the first answer. Revisions that
 // change nothing for the client count as received.
 func (s *Server) Streams(add func(node, peer string, since time.Time, revision uint64)) {
 	s.peers.mu.Lock()

@@ -67,8 +67,8 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 		}
 	}
 	wait(1)
-	const classes = 4 // two for each zone: the node with the endpoint, and all other nodes
-	const first = 6   // one for each zone, and two for each node with an endpoint, which gets the difference
+	const classes = 4 // two for each zone: one for the node with the endpoint, and one for all other nodes
+	const first = 6   // one for each zone, and two for each node with an endpoint, because such a node gets the difference
 	if got := server.Stats().Views; got != first {
 		t.Errorf("%d views were computed for %d nodes, want %d", got, len(nodes), first)
 	}
@@ -77,7 +77,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 		changed.Ports = ports
 		update(state, func(to apitest.Writer) { to.SetService(&changed) })
 	}
-	change(plain("", 81).Ports...) // also computes the old views, which first answers do not cache
+	change(plain("", 81).Ports...) // the server also computes the old views, because first answers do not cache them
 	wait(2)
 	before := server.Stats()
 	change(plain("", 82).Ports...)

@@ -17,7 +17,7 @@ type source struct {
 	cursor *revstore.Cursor[types.NamespacedName, *entry]
 	has    *clientState // the position; nil if there is none
 
-	// The update that the last call of Next returned, and the state after this update.
+	// The update that Next returned last, and the state after this update.
 	offered *updates.Update
 	state   *clientState
 }

@@ -15,11 +15,12 @@ import (
 type step struct {
 	from, to uint64
 	changes  []stateChange // sorted by key
-	// The nodes and zones to which a changed service looks special, before or after.
+	// The nodes and zones that have their own view of a changed service, before or after
+	// the change.
 	nodes, zones map[string]struct{}
 
 	mu  sync.Mutex
-	ops map[stepKind]func() []frame // each computes its operations once
+	ops map[stepKind]func() []frame // each function computes its operations once
 }
 
 // stepKind identifies the clients that get the same operations.
@@ -29,12 +30,12 @@ type stepKind struct {
 	batches bool
 }
 
-// maxSteps is the number of steps that a publisher keeps. If changes are frequent, the
-// streams are at several positions.
+// maxSteps is the number of steps that a publisher keeps. It keeps several steps because,
+// if changes are frequent, the streams are at several positions.
 const maxSteps = 4
 
-// step returns the step between the snapshots of d. It keeps the last steps, which many
-// streams need.
+// step returns the step between the snapshots of d. It keeps the last steps, because many
+// streams need them.
 func (p *publisher) step(d statesDelta, v *views) *step {
 	p.stepsMu.Lock()
 	defer p.stepsMu.Unlock()
@@ -90,7 +91,7 @@ func (w *watch) sendStep(s *step, to *target) {
 	s.mu.Lock()
 	ops, ok := s.ops[kind]
 	if !ok {
-		here := *to // so that to does not escape
+		here := *to // so that the argument to does not escape
 		ops = sync.OnceValue(func() []frame { return w.shared(s, &here) })
 		s.ops[kind] = ops
 	}

@@ -15,7 +15,7 @@ import (
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 )
 
-// Clients that share an answer get the same operations as if each had its own.
+// Clients that share an answer get the same operations as clients that do not share it.
 func TestSharedAnswersEqualOwnOnes(t *testing.T) {
 	const nodes = 12
 	r := rand.New(rand.NewPCG(1, 2))
@@ -81,7 +81,8 @@ func TestSharedAnswersEqualOwnOnes(t *testing.T) {
 	}
 }
 
-// A client's share of an answer with many changes costs as little as one change.
+// If clients share an answer with many changes, it costs each client as little as one
+// change.
 func TestSharedAnswersAreCheap(t *testing.T) {
 	allocations := func(changes int) float64 {
 		state := cluster.New(cluster.Options{})

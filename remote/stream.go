@@ -15,10 +15,10 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// subscriber represents the client of a stream, and knows which state the client has.
+// subscriber represents the client of a stream. It knows which state the client has.
 type subscriber[Request any] interface {
-	// send sends the changes between the client's position and the snapshot. It reports
-	// whether there was anything to send.
+	// send sends the changes between the client's position and the snapshot. It returns
+	// false if there were no changes to send.
 	send(snapshot *cluster.Objects) (bool, error)
 	// request handles every request of the stream except the first.
 	request(req *Request) error
@@ -26,8 +26,8 @@ type subscriber[Request any] interface {
 	nodeName() string
 }
 
-// renewTokens is the time after which a client gets a new token even if nothing changes
-// for it. After 10 minutes, a store drops deletions that an older token would need.
+// After the time renewTokens, a client gets a new token even if nothing changes for the
+// client. After 10 minutes, a store drops deletions that an older token would need.
 const renewTokens = 5 * time.Minute
 
 var (
@@ -89,8 +89,8 @@ func endOf(err error) error {
 }
 
 // answer calls send for each new snapshot, until send reports that it sent something. It
-// returns the revision of the sent snapshot. If there is nothing to send for a snapshot,
-// the client already has that revision.
+// returns the revision of the sent snapshot. If a snapshot has no changes to send, the
+// client counts as having its revision.
 func (s *Server) answer(ctx context.Context, w waker, send func(*cluster.Objects) (bool, error), open *openStream) (uint64, error) {
 	for {
 		snapshot := s.published.get()
@@ -110,8 +110,8 @@ func (s *Server) answer(ctx context.Context, w waker, send func(*cluster.Objects
 	}
 }
 
-// sender sends messages to one client. If the client does not read them, sender closes
-// the connection.
+// sender sends messages to one client. If the client does not read the messages, sender
+// closes the connection.
 type sender struct {
 	server *Server
 	stream grpc.ServerStream
@@ -122,7 +122,7 @@ type sender struct {
 	started  time.Time
 	sent     int // bytes
 
-	// stalled closes the connection. It runs while a message is sent.
+	// The timer stalled closes the connection. It runs while a message is sent.
 	stalled *time.Timer
 }
 
@@ -131,8 +131,8 @@ func (s *sender) begin(snapshot *cluster.Objects) {
 }
 
 // send sends one message. The client must read the message, and on average 64 KB of the
-// answer, within SendTimeout. If an answer takes longer than SendTimeout, the stream ends
-// when publisher.lags reports that the snapshot is too old.
+// answer, within SendTimeout. If an answer takes longer than SendTimeout, and
+// publisher.lags reports that the snapshot is too old, the stream ends.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.SendTimeout, time.Since(s.started)
 	peers := s.server.peers
@@ -158,11 +158,12 @@ func (s *sender) send(m *raw) error {
 	return err
 }
 
-// batchBytes is the number of bytes at which a batch is sent.
+// A batch is sent when it has batchBytes bytes or more.
 const batchBytes = 64 << 10
 
-// opSender sends operations. A message contains several operations if the client supports
-// batches, and otherwise one operation. After an error, opSender sends nothing more.
+// opSender sends operations. If the client supports batches, a message contains several
+// operations. Otherwise it contains one operation. After an error, opSender sends nothing
+// more.
 type opSender struct {
 	sender
 	batches bool

@@ -27,7 +27,7 @@ import (
 )
 
 // This file contains a client that works like the clients of the original kpng. This
-// client is based only on the .proto file and does not use the generated code.
+// client follows only the .proto file, and does not use the generated code.
 
 // bytesCodec sends and receives messages that are already marshalled.
 type bytesCodec struct{}
@@ -43,8 +43,8 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 	return nil
 }
 
-// field is a field of a marshalled message. An integer value is in the member varint, any
-// other value in the member bytes.
+// field is a field of a marshalled message. The member varint has an integer value. The
+// member bytes has any other value.
 type field struct {
 	number protowire.Number
 	varint uint64

@@ -89,8 +89,9 @@ func receiveAnswer(t *testing.T, stream setsStream) (reset bool, services int, t
 	}
 }
 
-// A client is idle while an EndpointSlice without a service is deleted. Its token is
-// renewed, so that the client can resume even after the store has dropped the deletion.
+// A client is idle while an EndpointSlice without a service is deleted. The server renews
+// the client's token, so that the client can resume even after the store has dropped the
+// deletion.
 func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{Resumable: true})
@@ -231,7 +232,7 @@ func TestSlowClientIsDisconnected(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		pause   time.Duration
-		changes int // how many times all services change after the first message
+		changes int // number of changes of all services after the first message
 		cutOff  bool
 	}{
 		{"slow enough", 20 * time.Millisecond, 1, false},
@@ -326,8 +327,8 @@ func testRenewal(t *testing.T, age time.Duration) {
 		if _, err := stream.Recv(); err == nil {
 			t.Error("the client received an answer")
 		}
-		// gRPC varies the age by a tenth. Then the client has a minute, which begins when the
-		// server has sent its message.
+		// gRPC varies the age by a tenth. Then the client has a minute. This minute begins
+		// when the server has sent its message.
 		want := cmp.Or(age, 30*time.Minute)
 		if got := time.Since(began); got < want*9/10 || got > want*11/10+time.Minute+10*time.Second {
 			t.Errorf("the stream ended after %v", got)
@@ -378,8 +379,8 @@ func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) cr
 	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: ca.pool(), ServerName: "kpng.test"})
 }
 
-// The server sends a rare change at once. Then it waits for further changes, and therefore
-// sends a hundred changes together.
+// The server sends a single change immediately. Then it waits for further changes, and
+// therefore sends a hundred changes together.
 func TestChangesAreBatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(0)

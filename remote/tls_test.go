@@ -255,8 +255,8 @@ func TestCertificatesAreReloaded(t *testing.T) {
 	expect(t, try(t, l.Addr().String(), "n", before), "unknown authority")
 }
 
-// The kubelet keeps its certificate and key in one file, behind a link that it replaces
-// when it renews them. A server and a client read such files in the same way.
+// The kubelet keeps its certificate and key in one file, behind a link. When the kubelet
+// renews them, it replaces the link. Servers and clients must read such files.
 func TestLinkToCertificateAndKeyIsFollowed(t *testing.T) {
 	old, renewed := newAuthority(t), newAuthority(t)
 	state := cluster.New(cluster.Options{})
@@ -309,13 +309,13 @@ func TestPlaintextIsForThisMachine(t *testing.T) {
 	}
 }
 
-// Either all nodes have the same certificate, as in a DaemonSet, or each node has its
-// own. Relays have the same certificate in both cases.
+// Either all nodes have the same certificate, as in a DaemonSet, or each node has its own
+// certificate. In both cases, all relays have the same certificate.
 func TestNodesMayShareACertificate(t *testing.T) {
 	for _, test := range []struct {
 		name, cert       string
 		nodeCertificates bool
-		hosts            []string // source addresses of the streams; the limit is two streams per peer
+		hosts            []string // source address of each stream; the limit is two streams per peer
 		want             string   // error of the last stream
 	}{
 		{"nodes at their own addresses", "system:node:n", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sync/semaphore"
 )
 
-// taker takes turns for the clients of one peer, which keep them.
+// taker takes turns for the clients of one peer. The clients keep their turns.
 type taker struct {
 	b    *beginnings
 	peer *semaphore.Weighted
@@ -72,7 +72,7 @@ func TestSlowPeersLeaveTurnsToOthers(t *testing.T) {
 	})
 }
 
-// A client that leaves while it waits takes no turn from other clients.
+// If a client leaves while it waits, it takes no turn from other clients.
 func TestTurnsOfClientsThatLeave(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBeginnings(nil)

@@ -86,7 +86,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		second  []*localv1.OpItem
-		want    string // the client's state without the service zzz
+		want    string // the client's state, except the service zzz
 		reports []string
 	}{
 		{"an endpoint with two addresses", []*localv1.OpItem{setEndpoint("one/a", "10.1.0.1", "10.1.0.2"), setEndpoint("two/a", "172.16.0.3")},
@@ -152,7 +152,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 }
 
 // followLogging is like follow, but also sends the client's log lines about unreadable
-// objects to reports.
+// objects to the channel reports.
 func followLogging(t *testing.T, node, address string, reports chan<- string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{

@@ -13,16 +13,16 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// class represents all nodes to which a service looks the same. A node that has an
-// endpoint, or that a hint names, has its own class. If a hint names a zone, the other
+// class represents all nodes that have the same view of a service. A node has its own
+// class if it has an endpoint or if a hint names it. If a hint names a zone, the other
 // nodes of this zone share a class. Clients that receive frontends have other classes.
 type class struct {
 	node, zone string
 	frontends  bool
 }
 
-// views computes and marshals each view once. It caches recently used views by class and
-// by ServiceState, which stands for a service at a revision.
+// views computes and marshals each view once. It caches recently used views. The keys are
+// the class and the ServiceState, which represents a service at a revision.
 type views struct {
 	limit int // maximum size of the cache, in bytes
 
@@ -40,8 +40,8 @@ func newViews(limit int) *views {
 	return &views{limit: limit, states: map[*api.ServiceState]*list.Element{}, lru: list.New()}
 }
 
-// viewFor returns the view of a state in snapshot for the given node in the given zone, or
-// nil if there is no view.
+// viewFor returns the view that a node in a zone has of a state in snapshot. If there is
+// no view, it returns nil.
 func (v *views) viewFor(snapshot *cluster.Snapshot, state *api.ServiceState, node, zone string, frontends bool) *wireView {
 	if state == nil {
 		return nil
@@ -67,7 +67,8 @@ func (v *views) compute(snapshot *cluster.Snapshot, s *sharedState, c class) *wi
 	return v.marshal(s, c, c.view(snapshot, s.state), &s.endpoints)
 }
 
-// view returns the view of a state for the nodes of the class, or nil if there is none.
+// view returns the view of a state for the nodes of the class. If there is no view, it
+// returns nil.
 func (c class) view(snapshot *cluster.Snapshot, state *api.ServiceState) *api.View {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
@@ -77,8 +78,8 @@ func (c class) view(snapshot *cluster.Snapshot, state *api.ServiceState) *api.Vi
 }
 
 // marshal marshals a view of s. The result is nil if view is nil, or if a message cannot
-// contain it. Endpoints that are in m are not marshalled again; m may be nil. The caller
-// holds s.mu.
+// contain it. If m already has an endpoint, this endpoint is not marshalled again. The
+// argument m may be nil. The caller holds s.mu.
 func (v *views) marshal(s *sharedState, c class, view *api.View, m *marshalled) *wireView {
 	if view == nil {
 		return nil
@@ -116,7 +117,7 @@ func (v *views) shared(state *api.ServiceState) *sharedState {
 	return s
 }
 
-// grow adds a number of bytes to the size of s and of the cache.
+// grow adds a number of bytes to the size of s and to the size of the cache.
 func (v *views) grow(s *sharedState, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -147,7 +148,7 @@ type sharedState struct {
 	mu        sync.Mutex
 	views     map[class]*wireView
 	endpoints marshalled
-	reported  bool // logged that a view is too large
+	reported  bool // true if a log line has said that a view is too large
 }
 
 func newSharedState(state *api.ServiceState) *sharedState {

@@ -48,7 +48,7 @@ func TestViewsAreEvicted(t *testing.T) {
 	}
 }
 
-// A state is evicted and added again while a view of it is computed.
+// While a view of a state is computed, the state is evicted and added again.
 func TestViewOfEvictedState(t *testing.T) {
 	v := newViews(1) // only the last state fits into the cache
 	state := stateOf("s")
@@ -171,7 +171,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	seen := map[string]bool{}
 	for range r.IntN(8) {
 		e := apitest.Random[api.Endpoint](r)
-		e.PortOverrides = nil // a key contains the overrides; without them, more keys are equal
+		e.PortOverrides = nil // a key contains the overrides, so more keys are equal without overrides
 		if seen[e.Key()] {
 			continue
 		}

@@ -26,7 +26,8 @@ type watch struct {
 	sender opSender
 	name   string
 	who    audience
-	// ownNode: the client requested its own Node. tokens: the client requested tokens.
+	// If ownNode is true, the client requested its own Node. If tokens is true, the
+	// client requested tokens.
 	ownNode, tokens bool
 	// The client requested frontends instead of services and endpoints.
 	frontends bool
@@ -38,17 +39,18 @@ type watch struct {
 	resume []byte
 	have   *localv1.Digests
 
-	// The client's position. synced: the client has received an answer. token: the revision
-	// of the client's last token. renewed: when this token was sent.
+	// The client's position. If synced is true, the client has received an answer. The
+	// field token is the revision of the client's last token, and renewed is the time when
+	// this token was sent.
 	synced, stale bool
 	token         uint64
 	renewed       time.Time
 	cursor        *statesCursor
 	target        target
-	nodes         uint64 // the revision of all nodes in which target was read
+	nodes         uint64 // the revision of the nodes from which target was read
 }
 
-// target is a client's node, with the facts on which its views depend.
+// target is a client's node, with the facts that affect the node's views.
 type target struct {
 	node  *api.Node // nil if the node does not exist
 	zone  string
@@ -108,8 +110,8 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 	return w
 }
 
-// staleToken is the number of changes in the cluster after which an idle client gets a
-// new token. The answer to an older token would contain too many changes.
+// After staleToken changes in the cluster, an idle client gets a new token. The answer to
+// an older token would contain too many changes.
 const staleToken = 1000
 
 // request implements subscriber.
@@ -139,7 +141,7 @@ func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
 		if w.server.published.stopped.Load() {
 			return false, errStopping
 		}
-		snapshot = w.server.published.get() // may be newer now
+		snapshot = w.server.published.get() // the published snapshot may be newer now
 		if x = w.server.beginnings.of(snapshot); x.snapshot.Revision > snapshot.Revision {
 			snapshot = x.snapshot
 		}
@@ -196,11 +198,11 @@ func (w *watch) sync(snapshot *cluster.Objects, to *target) {
 	w.synced, w.stale, w.resume, w.have = true, snapshot.Stale, nil, nil
 }
 
-// A token records a client's position: the server, the revision, and other facts on which
-// the client's views depend. Only the server reads it; a client returns it unchanged.
+// A token records a client's position: the server, the revision, and other facts that
+// affect the client's views. Only the server reads the token. A client returns it
+// unchanged.
 
-// tokenFacts encodes the facts on which a client's views depend, other than the cluster's
-// state.
+// tokenFacts encodes all facts that affect a client's views, except the cluster's state.
 func tokenFacts(facts ...string) []byte {
 	var b []byte
 	for _, f := range facts {
@@ -218,7 +220,7 @@ func (s *Server) newToken(revision uint64, facts []byte) []byte {
 }
 
 // readToken returns the revision in a token. It returns 0 if another server made the
-// token, or if one of the facts that the token depends on has changed.
+// token, or if one of the facts in the token has changed.
 func (s *Server) readToken(token, facts []byte) uint64 {
 	rest, _ := bytes.CutPrefix(token, s.instance)
 	revision, _ := binary.Uvarint(rest)
@@ -228,8 +230,8 @@ func (s *Server) readToken(token, facts []byte) uint64 {
 	return revision
 }
 
-// sendDifference sends the operations that turn the client's state into the snapshot. It
-// does not send the Sync.
+// sendDifference sends the operations that change the client's state to the state in the
+// snapshot. It does not send the Sync.
 func (w *watch) sendDifference(snapshot *cluster.Objects, to *target) {
 	d := w.cursor.Until(statesOf(snapshot.Snapshot))
 	if !d.Full() {
@@ -327,7 +329,8 @@ func (w *watch) deltas(changes iter.Seq[stateChange], to *target) []*wireDelta {
 	return list
 }
 
-// view returns the view of a service for the client's node before or after a change.
+// view returns the view that the client's node has of a service, before or after a
+// change.
 func (w *watch) view(state *api.ServiceState, to *target) *wireView {
 	return w.server.views.viewFor(w.sender.snapshot.Snapshot, state, w.name, to.zone, w.frontends)
 }

@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -29,7 +30,7 @@ import (
 // It passes changes to package conntrack. It ensures that calls of a driver and updates of
 // the node's addresses do not overlap. The field table does all other work.
 type backend struct {
-	opts  Options
+	opts  options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
 
@@ -51,17 +52,25 @@ var (
 // Start needs CAP_NET_ADMIN. While the kernel is short of memory or busy, Start retries,
 // until its context ends.
 func New(opts Options) (backends.Dataplane, error) {
-	b, err := newBackend(opts)
+	b, err := newBackend(options{public: opts})
 	if err != nil {
 		return nil, err
 	}
 	return b, nil
 }
 
-func newBackend(opts Options) (*backend, error) {
+func newBackend(opts options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
 	}
+	if opts.exchange == nil {
+		opts.exchange = func(batch []byte, send func([]byte) error) error { return send(batch) }
+	}
+	if opts.now == nil {
+		opts.now = time.Now
+	}
+	opts.maxDumped = cmp.Or(opts.maxDumped, maxDumped)
+	opts.maxHashSlots = cmp.Or(opts.maxHashSlots, maxHashSlots)
 	opts.Observer = backendoptions.Observe(opts.Observer)
 	b := &backend{opts: opts}
 	b.table = newTable(&b.opts)

@@ -235,11 +235,12 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 		src.MarkSynced()
 		for _, kind := range []string{"restart", "later", "repair"} {
 			b.Run(fmt.Sprintf("services=%d/endpoints=10/%s", n, kind), func(b *testing.B) {
-				be, ns := start(b, Options{})
+				timed := &timedSink{done: make(chan changeTimes)}
+				be, ns := start(b, Options{}, timed.use)
+				timed.started = started{be.Sync, be}
 				observer := newConn(ns.FD, be.opts.tables()[0])
 				defer observer.Close()
 				src.Reset()
-				timed := newTimedSink(be)
 				d, stop := drive(b, src, timed, 0)
 				waitApplied(b, d, src)
 				var changes []changeTimes
@@ -256,9 +257,9 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 					case "restart":
 						b.StopTimer()
 						stop()
-						be = startIn(b, ns, Options{})
+						be = startIn(b, ns, Options{}, timed.use)
 						waitReadAhead(be)
-						timed = newTimedSink(be)
+						timed.started = started{be.Sync, be}
 						b.StartTimer()
 						before = 0
 						d, stop = drive(b, src, timed, 0)
@@ -304,17 +305,13 @@ type timedSink struct {
 	kernel  atomic.Int64 // the time of all transactions so far, in nanoseconds
 }
 
-func newTimedSink(be *backend) *timedSink {
-	s := &timedSink{started: started{be.Sync, be}, done: make(chan changeTimes)}
-	be.mu.Lock()
-	defer be.mu.Unlock()
-	exchange := be.table.conn.Exchange
-	be.table.conn.Exchange = func(batch []byte) error {
+// use makes s measure the transactions of a backend.
+func (s *timedSink) use(o *options) {
+	o.exchange = func(batch []byte, send func([]byte) error) error {
 		begin := time.Now()
 		defer func() { s.kernel.Add(int64(time.Since(begin))) }()
-		return exchange(batch)
+		return send(batch)
 	}
-	return s
 }
 
 // deliver changes a service in the source, waits until the kernel has the change, and

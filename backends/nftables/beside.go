@@ -176,7 +176,7 @@ type mapComparison struct {
 // so that no Sync disturbs it.
 func (t *table) newMapComparison(ctx context.Context, m mapID, attempt int) *mapComparison {
 	c := &mapComparison{m: m, attempt: attempt, state: t.state, journal: t.state.newJournal(), done: make(chan struct{})}
-	if attempt == maxDumpRetries && t.state.digests[m].n <= t.maxDumped {
+	if attempt == maxDumpRetries && t.state.digests[m].n <= t.opts.maxDumped {
 		c.err = c.read(context.WithoutCancel(ctx), t.conn)
 		close(c.done)
 		return c

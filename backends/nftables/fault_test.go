@@ -46,7 +46,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		"a priority before connection tracking":            {DNATPriority: -300},
 		"the priority of the last chains":                  {DNATPriority: math.MaxInt32},
 	} {
-		if _, err := newBackend(opts); err == nil {
+		if _, err := newBackend(options{public: opts}); err == nil {
 			t.Errorf("New accepts %s", name)
 		}
 	}
@@ -54,11 +54,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 
 func TestSetSysctlsEnablesForwarding(t *testing.T) {
 	ns := netnstest.New(t)
-	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.SetSysctls}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer b.Stop(context.Background())
+	b := makeBackend(t, ns, Options{}, func(o *options) { o.Sysctls = backends.SetSysctls })
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -355,30 +351,31 @@ func TestKernelFaults(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var transacted, refusals int
+			var f faults
 			b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnWrote: func(_ int, err error) {
 				transacted++
 				if err != nil {
 					refusals++
 				}
-			}}}})
+			}}}}, f.use)
 			old := []*api.View{view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)}
 			changed := []*api.View{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
 			mustSync(t, b, batchOf(true, set(old[0]), set(old[1])))
 			before := tableContents(t, b)
-			exchange, left := b.table.conn.Exchange, test.faults
+			left := test.faults
 			transacted, refusals = 0, 0
 			var answers []error
-			b.table.conn.Exchange = func(batch []byte) error {
+			f.exchange = func(batch []byte, send func([]byte) error) error {
 				err := left[0]
 				if len(left) > 1 {
 					left = left[1:]
 				}
 				answers = append(answers, err)
 				if err == nil {
-					return exchange(batch)
+					return send(batch)
 				}
 				if test.done {
-					exchange(batch)
+					send(batch)
 				}
 				return err
 			}
@@ -403,7 +400,7 @@ func TestKernelFaults(t *testing.T) {
 			if transacted != len(answers) || refusals != want {
 				t.Errorf("the observer counts %d transactions and %d refusals, want %d and %d", transacted, refusals, len(answers), want)
 			}
-			b.table.conn.Exchange = exchange
+			f.exchange = nil
 			if len(failed) == len(old) || errors.Is(err, unix.EPERM) {
 				if diff := cmp.Diff(before, tableContents(t, b)); diff != "" {
 					t.Errorf("a failed Sync changed the table (-before +after):\n%s", diff)
@@ -491,16 +488,16 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	before := runNFT(t, ns, "", "list", "table", "inet", "kpng")
 	mustSync(t, b, batchOf(false, set(view("gone", []string{"10.96.0.3"}, []string{"10.0.0.1"}, nil))))
 
-	b = startIn(t, ns, opts)
-	exchange := b.table.conn.Exchange
-	b.table.conn.Exchange = func(batch []byte) error {
+	var f faults
+	b = startIn(t, ns, opts, f.use)
+	f.exchange = func(batch []byte, send func([]byte) error) error {
 		for rest := batch; len(rest) > 0; rest = rest[binary.NativeEndian.Uint32(rest):] {
 			switch binary.NativeEndian.Uint16(rest[4:]) {
 			case nft.MessageType(unix.NFT_MSG_NEWSET), nft.MessageType(unix.NFT_MSG_NEWSETELEM):
 				return &netfilter.Failure{Errno: unix.EINVAL}
 			}
 		}
-		return exchange(batch)
+		return send(batch)
 	}
 	now := batchOf(true,
 		set(view("plain", []string{"10.96.0.1"}, two, cluster)),
@@ -512,8 +509,8 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	if diff := cmp.Diff(lines(before), lines(runNFT(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
 		t.Errorf("the pass changed services that failed (-before +after):\n%s", diff)
 	}
-	b.table.conn.Exchange = exchange
-	skipHour(b)
+	f.exchange = nil
+	f.ahead = time.Hour
 	if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 	}
@@ -548,24 +545,19 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 			b, ns := start(t, opts)
 			ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
 			mustSync(t, b, batchOf(true, append(test.old, ok)...))
-			b = startIn(t, ns, opts)
-			exchange := b.table.conn.Exchange
-			b.table.conn.Exchange = func(batch []byte) error {
-				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
-					return &netfilter.Failure{Errno: unix.EINVAL}
-				}
-				return exchange(batch)
-			}
-			now := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)), ok)
+			var f faults
+			now, minutes := time.Now(), 0
+			b = startIn(t, ns, opts, f.use, func(o *options) {
+				o.now = func() time.Time { return now.Add(time.Duration(minutes) * time.Minute) }
+			})
+			f.refuse("10.99.98.97")
+			all := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)), ok)
 			sync := func() {
 				t.Helper()
-				if failed, ok := sink.Acknowledged(b.Sync(t.Context(), now)); !ok || len(failed) != 1 {
+				if failed, ok := sink.Acknowledged(b.Sync(t.Context(), all)); !ok || len(failed) != 1 {
 					t.Fatalf("%v failed, acknowledged: %t; want one service", failed, ok)
 				}
 			}
-			start := b.table.now()
-			minutes := 0
-			b.table.now = func() time.Time { return start.Add(time.Duration(minutes) * time.Minute) }
 			sync()
 			var requested []bool
 			for range test.want {
@@ -579,8 +571,8 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 			if diff := cmp.Diff(test.want, requested); diff != "" {
 				t.Errorf("minutes in which Verify requests a pass (-want +got):\n%s", diff)
 			}
-			b.table.conn.Exchange = exchange
-			mustSync(t, b, now)
+			f.exchange = nil
+			mustSync(t, b, all)
 			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
@@ -628,23 +620,16 @@ func testDriftAmongConstantChanges(t *testing.T, busyNeighbors bool) {
 func TestStartRepeatsALoadThatWasDisturbed(t *testing.T) {
 	first, ns := start(t, Options{})
 	mustSync(t, first, batchOf(true))
-	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.IgnoreSysctls}, DNATPriority: -90})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { b.Stop(context.WithoutCancel(t.Context())) })
-	exchange, flushed := b.table.conn.Exchange, false
-	b.table.conn.Exchange = func(batch []byte) error {
-		if !flushed {
-			flushed = true
-			runNFT(t, ns, "", "flush", "ruleset")
+	flushed := false
+	startIn(t, ns, Options{DNATPriority: -90}, func(o *options) {
+		o.exchange = func(batch []byte, send func([]byte) error) error {
+			if !flushed {
+				flushed = true
+				runNFT(t, ns, "", "flush", "ruleset")
+			}
+			return send(batch)
 		}
-		return exchange(batch)
-	}
-	backendtest.TakeOver(&b.owner, ns.FD, " ", "")
-	if err := b.Start(t.Context()); err != nil {
-		t.Error(err)
-	}
+	})
 	if !flushed {
 		t.Error("Start wrote nothing")
 	}

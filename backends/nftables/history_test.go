@@ -12,7 +12,6 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/nft"
@@ -35,13 +34,10 @@ func testHistories(t *testing.T, limit int) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		ns := netnstest.New(tb)
 		var b *backend
+		var f faults
 		return &sinktest.Subject{
 			Open: func() sink.Sink {
-				var err error
-				if b, err = newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.IgnoreSysctls}}); err != nil {
-					tb.Fatal(err)
-				}
-				b.table.maxDumped = limit
+				b = makeBackend(tb, ns, Options{}, f.use, func(o *options) { o.maxDumped = limit })
 				return b
 			},
 			Objects: func() []string {
@@ -59,36 +55,33 @@ func testHistories(t *testing.T, limit int) {
 				}
 				return all
 			},
-			Disturb: func(random *rand.Rand) (calm func()) {
-				return disturb(b, random)
-			},
-			Drift:  func(random *rand.Rand) { drifts(tb, newConn(ns.FD, b.table.conn.Table), random) },
-			Verify: func(_ context.Context, s sink.Sink) error { return verifyAll(tb, s.(*backend)) },
+			Disturb: f.disturb,
+			Drift:   func(random *rand.Rand) { drifts(tb, newConn(ns.FD, b.table.conn.Table), random) },
+			Verify:  func(_ context.Context, s sink.Sink) error { return verifyAll(tb, s.(*backend)) },
 		}
 	})
 }
 
-// disturb makes transactions of b fail at random, until the returned function is called.
-// Some of them take effect although they fail.
-func disturb(b *backend, random *rand.Rand) (calm func()) {
-	exchange := b.table.conn.Exchange
+// disturb makes transactions fail at random, until the returned function is called. Some of
+// them take effect although they fail.
+func (f *faults) disturb(random *rand.Rand) (calm func()) {
 	refused := &netfilter.Failure{Errno: []unix.Errno{unix.EINVAL, unix.ENFILE, unix.ENOENT, unix.EEXIST}[random.IntN(4)]}
-	b.table.conn.Exchange = func(batch []byte) error {
+	f.exchange = func(batch []byte, send func([]byte) error) error {
 		switch random.IntN(12) {
 		case 0, 1, 2:
 			return refused
 		case 3:
 			return netfilter.ErrUnknownOutcome
 		case 4:
-			if err := exchange(batch); err != nil {
+			if err := send(batch); err != nil {
 				return err
 			}
 			return netfilter.ErrUnknownOutcome
 		default:
-			return exchange(batch)
+			return send(batch)
 		}
 	}
-	return func() { b.table.conn.Exchange = exchange }
+	return func() { f.exchange = nil }
 }
 
 // drifts deletes or changes elements of the table, as another program does.

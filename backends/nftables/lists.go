@@ -309,7 +309,7 @@ func (t *table) planService(ctx context.Context, p *patch, ch *sink.Change, sour
 	}
 
 	var lists []list
-	hashSlots, mayHave := 0, (maxHashSlots-t.hashSlots+hashSlotsOf(before.lists))/4
+	hashSlots, mayHave := 0, (t.opts.maxHashSlots-t.hashSlots+hashSlotsOf(before.lists))/4
 	for i := range next.lists {
 		if n := &next.lists[i]; n.number != 0 {
 			l := n.newList(next)

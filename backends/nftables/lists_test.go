@@ -145,21 +145,21 @@ func TestAnEndpointChangesFewElements(t *testing.T) {
 		"an endpoint with session affinity is added": {edit: affine, from: 5, to: 6, want: [2]int{3 * 2, 0}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
+			var f faults
+			b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, f.use)
 			from, to := product(3, 10, test.from, test.edit), product(3, 10, test.to, test.edit)
 			mustSync(t, b, batchOf(true, set(from)))
-			exchange := b.table.conn.Exchange
 			var got [2]int
-			b.table.conn.Exchange = func(batch []byte) error {
+			f.exchange = func(batch []byte, send func([]byte) error) error {
 				added, removed := changedElements(batch)
 				got[0], got[1] = got[0]+added, got[1]+removed
-				return exchange(batch)
+				return send(batch)
 			}
 			mustSync(t, b, batchOf(false, sink.Change{Old: from, New: to}))
 			if got != test.want {
 				t.Errorf("%d elements are added and %d removed, want %v", got[0], got[1], test.want)
 			}
-			b.table.conn.Exchange = exchange
+			f.exchange = nil
 			checkFresh(t, b, set(to))
 		})
 	}
@@ -170,13 +170,13 @@ func TestAnEndpointChangesFewElements(t *testing.T) {
 // the kernel refuses one of the transactions, the others are undone.
 func TestLargeServicesAreSplit(t *testing.T) {
 	large, other := product(51, 400, 3, nil), set(view("other", []string{"10.97.0.1"}, []string{"10.0.0.1"}, nil))
-	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
+	var f faults
+	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, f.use)
 	mustSync(t, b, batchOf(true, other))
 	before := tableContents(t, b)
-	exchange := b.table.conn.Exchange
 	var hasEndpoints []bool // for each transaction
 	refuseAt := 2
-	b.table.conn.Exchange = func(batch []byte) error {
+	f.exchange = func(batch []byte, send func([]byte) error) error {
 		if added, removed := changedElements(batch); added+removed > 0 {
 			if added+removed > maxOps+10 {
 				t.Errorf("a transaction changes %d elements", added+removed)
@@ -186,7 +186,7 @@ func TestLargeServicesAreSplit(t *testing.T) {
 				return &netfilter.Failure{Errno: unix.EINVAL}
 			}
 		}
-		return exchange(batch)
+		return send(batch)
 	}
 	failed, ok := sink.Acknowledged(b.Sync(t.Context(), batchOf(false, sink.Change{New: large})))
 	if !ok || len(failed) != 1 {
@@ -419,17 +419,17 @@ func TestChangingListsLoseNoConnections(t *testing.T) {
 // TestEmptyListsKeepTheirFrontends checks that no frontend changes when a service loses all
 // endpoints and gets them again.
 func TestEmptyListsKeepTheirFrontends(t *testing.T) {
-	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
+	var f faults
+	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, f.use)
 	full, empty := product(20, 10, 2, local), product(20, 10, 0, local)
 	mustSync(t, b, batchOf(true, set(full)))
-	exchange := b.table.conn.Exchange
-	b.table.conn.Exchange = func(batch []byte) error {
+	f.exchange = func(batch []byte, send func([]byte) error) error {
 		if strings.Contains(string(batch), "services4\x00") {
 			t.Error("a transaction changes frontends")
 		}
-		return exchange(batch)
+		return send(batch)
 	}
 	mustSync(t, b, batchOf(false, sink.Change{Old: full, New: empty}), batchOf(false, sink.Change{Old: empty, New: full}))
-	b.table.conn.Exchange = exchange
+	f.exchange = nil
 	checkFresh(t, b, set(full))
 }

@@ -5,17 +5,21 @@
 package nftables
 
 import (
+	"bytes"
 	"context"
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -62,26 +66,67 @@ func inPass(list ...sink.Change) *sink.Changes {
 // set returns a change that adds or replaces a service.
 func set(v *api.View) sink.Change { return sink.Change{New: v} }
 
-func start(t testing.TB, opts Options) (*backend, *netnstest.Namespace) {
+// makeBackend makes a backend for a network namespace. It stops the backend when the test ends.
+func makeBackend(t testing.TB, ns *netnstest.Namespace, public Options, edit ...func(*options)) *backend {
 	t.Helper()
-	ns := netnstest.New(t)
-	return startIn(t, ns, opts), ns
-}
-
-func startIn(t testing.TB, ns *netnstest.Namespace, opts Options) *backend {
-	t.Helper()
+	opts := options{public: public}
 	opts.NetNS = ns.FD
 	opts.Sysctls = backends.IgnoreSysctls
+	for _, f := range edit {
+		f(&opts)
+	}
 	b, err := newBackend(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() { b.Stop(context.Background()) })
+	return b
+}
+
+func start(t testing.TB, opts Options, edit ...func(*options)) (*backend, *netnstest.Namespace) {
+	t.Helper()
+	ns := netnstest.New(t)
+	return startIn(t, ns, opts, edit...), ns
+}
+
+func startIn(t testing.TB, ns *netnstest.Namespace, opts Options, edit ...func(*options)) *backend {
+	t.Helper()
+	b := makeBackend(t, ns, opts, edit...)
 	backendtest.TakeOver(&b.owner, ns.FD, " ", opts.Instance)
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { b.Stop(context.Background()) })
 	return b
+}
+
+// faults are between a backend and the kernel. Tests change the fields between calls of the
+// backend.
+type faults struct {
+	// exchange, if not nil, is the option of this name.
+	exchange func(batch []byte, send func([]byte) error) error
+	// ahead is how far the clock of the backend is ahead.
+	ahead time.Duration
+}
+
+func (f *faults) use(o *options) {
+	o.exchange = func(batch []byte, send func([]byte) error) error {
+		if f.exchange == nil {
+			return send(batch)
+		}
+		return f.exchange(batch, send)
+	}
+	o.now = func() time.Time { return time.Now().Add(f.ahead) }
+}
+
+// refuse makes the kernel refuse transactions with an address.
+func (f *faults) refuse(addr string) {
+	encoded := netip.MustParseAddr(addr).AsSlice()
+	f.exchange = func(batch []byte, send func([]byte) error) error {
+		if bytes.Contains(batch, encoded) {
+			return &netfilter.Failure{Errno: unix.EINVAL}
+		}
+		return send(batch)
+	}
 }
 
 func mustSync(t testing.TB, b *backend, all ...*sink.Changes) {

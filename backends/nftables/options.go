@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"regexp"
 	"strings"
+	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
@@ -60,6 +61,21 @@ type Options struct {
 	// clients may take another path than their requests. Default: false, which accepts
 	// them, as kube-proxy does in mode nftables.
 	DropInvalid bool
+}
+
+type public = Options
+
+// options are the public options, and what only tests replace.
+type options struct {
+	public
+	// exchange sends the batch of a transaction and receives the answer, by a call of send.
+	// Default: only calls send.
+	exchange func(batch []byte, send func(batch []byte) error) error
+	// now is the clock of pauses. Default: [time.Now].
+	now func() time.Time
+	// maxDumped limits the endpoints that a pass reads at its beginning, and maxHashSlots the
+	// slots of all lists with stable hashing. Default: the constants of these names.
+	maxDumped, maxHashSlots int
 }
 
 var instanceName = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)

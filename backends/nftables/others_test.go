@@ -119,11 +119,12 @@ func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 // TestComparisonsAreLimited checks that changes of other tables make Verify compare all
 // elements only a few times. Verify still checks the chains each time.
 func TestComparisonsAreLimited(t *testing.T) {
-	b, ns := start(t, Options{})
+	now := time.Now()
+	b, ns := start(t, Options{}, func(o *options) {
+		o.now = func() time.Time { now = now.Add(10 * time.Millisecond); return now }
+	})
 	web := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
 	mustSync(t, b, web)
-	now := time.Now()
-	b.table.now = func() time.Time { now = now.Add(10 * time.Millisecond); return now }
 	compared := 0
 	for i := range 60 {
 		runNFT(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
@@ -149,9 +150,8 @@ func TestComparisonsAreLimited(t *testing.T) {
 // TestPassesBecauseOfDriftAreLimited changes the table after each repair, and counts the
 // passes in ten minutes.
 func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
-	b, ns := start(t, Options{})
 	now := time.Now()
-	b.table.now = func() time.Time { return now }
+	b, ns := start(t, Options{}, func(o *options) { o.now = func() time.Time { return now } })
 	all := batchOf(true)
 	mustSync(t, b, all)
 	passes := 0
@@ -197,12 +197,13 @@ func TestLossIsFoundDuringAPause(t *testing.T) {
 // TestDamageOfAJustLoadedSkeletonIsFound flushes a chain immediately after the
 // transaction that loads the skeleton.
 func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
-	b, ns := start(t, Options{})
+	var f faults
+	b, ns := start(t, Options{}, f.use)
 	mustSync(t, b, batchOf(true))
 	runNFT(t, ns, "", "flush", "chain", "inet", "kpng", "services")
-	exchange, loaded := b.table.conn.Exchange, false
-	b.table.conn.Exchange = func(batch []byte) error {
-		err := exchange(batch)
+	loaded := false
+	f.exchange = func(batch []byte, send func([]byte) error) error {
+		err := send(batch)
 		if !loaded {
 			loaded = true
 			runNFT(t, ns, "", "flush", "chain", "inet", "kpng", "services")
@@ -231,19 +232,16 @@ func TestStartRetriesTransientFailures(t *testing.T) {
 		"a missing feature":          {&netfilter.Failure{Errno: unix.EOPNOTSUPP}, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b, err := newBackend(Options{Options: backends.Options{NetNS: netnstest.New(t).FD, Sysctls: backends.IgnoreSysctls}})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer b.Stop(t.Context())
-			exchange, tries := b.table.conn.Exchange, 0
-			b.table.conn.Exchange = func(batch []byte) error {
-				if tries++; tries < test.tries || test.tries == 1 {
-					return test.fault
+			tries := 0
+			b := makeBackend(t, netnstest.New(t), Options{}, func(o *options) {
+				o.exchange = func(batch []byte, send func([]byte) error) error {
+					if tries++; tries < test.tries || test.tries == 1 {
+						return test.fault
+					}
+					return send(batch)
 				}
-				return exchange(batch)
-			}
-			err = b.Start(t.Context())
+			})
+			err := b.Start(t.Context())
 			if test.tries == 1 && !errors.Is(err, test.fault) || test.tries > 1 && err != nil || tries != test.tries {
 				t.Errorf("after %d transactions, Start returns %v; want %d transactions", tries, err, test.tries)
 			}
@@ -253,13 +251,10 @@ func TestStartRetriesTransientFailures(t *testing.T) {
 
 // TestStartEndsWithItsContext checks that Start returns when its context ends.
 func TestStartEndsWithItsContext(t *testing.T) {
-	b, err := newBackend(Options{Options: backends.Options{NetNS: netnstest.New(t).FD, Sysctls: backends.IgnoreSysctls}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer b.Stop(t.Context())
 	ctx, cancel := context.WithCancel(t.Context())
-	b.table.conn.Exchange = func([]byte) error { cancel(); return &netfilter.Failure{Errno: unix.ENOMEM} }
+	b := makeBackend(t, netnstest.New(t), Options{}, func(o *options) {
+		o.exchange = func([]byte, func([]byte) error) error { cancel(); return &netfilter.Failure{Errno: unix.ENOMEM} }
+	})
 	if err := b.Start(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("Start returns %v", err)
 	}
@@ -320,10 +315,7 @@ func BenchmarkFlush(b *testing.B) {
 func repairFlush(t testing.TB, n int) (took time.Duration, verifies int64) {
 	t.Helper()
 	ns := netnstest.New(t)
-	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.IgnoreSysctls}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	b := makeBackend(t, ns, Options{})
 	src := sinktest.NewSource()
 	for _, c := range manyServices(n, 10) {
 		src.Set(c.New)

@@ -107,7 +107,7 @@ func (t *table) newPass(foreignCommits int64) *pass {
 		state:          newState(t.clientSeed),
 		foreignCommits: foreignCommits,
 		numbers:        newNumbers(),
-		maxDumped:      t.maxDumped,
+		maxDumped:      t.opts.maxDumped,
 		dumpAll:        t.dumpAll,
 	}
 }
@@ -246,7 +246,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	if err := t.tidyChains(ctx); err != nil {
 		return err
 	}
-	t.leftovers.RecordPass(t.now(), failed)
+	t.leftovers.RecordPass(t.opts.now(), failed)
 	if !failed {
 		t.opts.Observer.Drifted(false)
 	}

@@ -50,11 +50,6 @@ func batch(first, last bool, list ...sink.Change) *sink.Changes {
 	return c
 }
 
-// skipHour sets the clock of b an hour ahead.
-func skipHour(b *backend) {
-	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
-}
-
 // firstEndpoint returns the first endpoint of a cluster IP in b's table, in sorted order.
 func firstEndpoint(t *testing.T, b *backend, ip string) string {
 	t.Helper()
@@ -121,21 +116,16 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
 			mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
-			b = startIn(t, ns, Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() { t.Error("drift is reported, but no other program changed the table") }}}})
-			exchange := b.table.conn.Exchange
-			b.table.conn.Exchange = func(batch []byte) error {
-				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
-					return &netfilter.Failure{Errno: unix.EINVAL}
-				}
-				return exchange(batch)
-			}
+			var f faults
+			f.refuse("10.99.98.97")
+			b = startIn(t, ns, Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() { t.Error("drift is reported, but no other program changed the table") }}}}, f.use)
 			if failed, ok := sink.Acknowledged(b.Sync(t.Context(), batch(true, false, web))); !ok || len(failed) != 1 {
 				t.Fatalf("failed: %v, acknowledged: %t; want one service", failed, ok)
 			}
 			mustSync(t, b, batch(false, false, ok))
 			last := batch(false, true)
 			if recovers {
-				b.table.conn.Exchange = exchange
+				f.exchange = nil
 				mustSync(t, b, batch(false, false, web))
 			} else {
 				last.Failing = []types.NamespacedName{web.New.Key()}
@@ -151,11 +141,11 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 			if got := firstEndpoint(t, b, "10.96.0.1"); got != "10.0.0.1 . 8080" {
 				t.Errorf("the service that failed leads to %s", got)
 			}
-			skipHour(b)
+			f.ahead = time.Hour
 			if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 			}
-			b.table.conn.Exchange = exchange
+			f.exchange = nil
 			mustSync(t, b, batchOf(true, web, ok))
 			checkFresh(t, b, web, ok)
 		})
@@ -174,13 +164,13 @@ func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	}
 	b, ns := start(t, Options{})
 	mustSync(t, b, batchOf(true, web("10.96.0.1", "10.0.0.1", true)))
-	b = startIn(t, ns, Options{})
-	exchange := b.table.conn.Exchange
-	b.table.conn.Exchange = func([]byte) error { return &netfilter.Failure{Errno: unix.EINVAL} }
+	var f faults
+	b = startIn(t, ns, Options{}, f.use)
+	f.exchange = func([]byte, func([]byte) error) error { return &netfilter.Failure{Errno: unix.EINVAL} }
 	if failed, ok := sink.Acknowledged(b.Sync(t.Context(), batch(true, false, web("10.96.0.1", "10.0.0.2", true)))); !ok || len(failed) != 1 {
 		t.Fatalf("failed: %v, acknowledged: %t; want one service", failed, ok)
 	}
-	b.table.conn.Exchange = exchange
+	f.exchange = nil
 	moved := web("10.96.0.9", "10.0.0.1", false)
 	mustSync(t, b, batch(false, false, moved), batch(false, true))
 	checkFresh(t, b, moved)
@@ -218,18 +208,18 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 			}
 			src.MarkSynced()
 
+			var f faults
 			b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() {
 				if !failures {
 					t.Error("drift is reported, but no other program changed the table")
 				}
-			}}}})
-			unfailing := b.table.conn.Exchange
+			}}}}, f.use)
 			fail := false // only the driver's goroutine uses this variable
-			b.table.conn.Exchange = func(batch []byte) error {
+			f.exchange = func(batch []byte, send func([]byte) error) error {
 				if fail && rng.IntN(8) == 0 {
 					return &netfilter.Failure{Errno: unix.ENFILE}
 				}
-				return unfailing(batch)
+				return send(batch)
 			}
 			syncs := 0
 			changing := sink.Func(func(ctx context.Context, c *sink.Changes) error {
@@ -250,7 +240,7 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 			if d.Status().Passes < 5 {
 				t.Errorf("the driver made %d passes, want at least 5", d.Status().Passes)
 			}
-			b.table.conn.Exchange = unfailing
+			f.exchange = nil
 			var list []sink.Change
 			for _, v := range src.Views() {
 				list = append(list, set(v))
@@ -392,9 +382,8 @@ func TestDriftOfALargeTable(t *testing.T) {
 		for _, edit := range []string{"deleted", "changed", "added"} {
 			for _, restart := range []bool{false, true} {
 				t.Run(fmt.Sprintf("%s %s, restart=%t", mapID{kind: kind, family: api.IPv4}.name(), edit, restart), func(t *testing.T) {
-					b, ns := start(t, Options{})
-					waitReadAhead(b)
-					b.table.maxDumped, b.table.ahead = 3, nil
+					few := func(o *options) { o.maxDumped = 3 }
+					b, ns := start(t, Options{}, few)
 					mustSync(t, b, batch(true, false, services[:1]...), batch(false, true, services[1:]...))
 					if err := verifyAll(t, b); err != nil {
 						t.Fatal(err)
@@ -425,9 +414,7 @@ func TestDriftOfALargeTable(t *testing.T) {
 					}
 					if restart {
 						b.Stop(t.Context())
-						b = startIn(t, ns, Options{})
-						waitReadAhead(b)
-						b.table.maxDumped, b.table.ahead = 3, nil
+						b = startIn(t, ns, Options{}, few)
 						mustSync(t, b, batch(true, false, services[:1]...), batch(false, true, services[1:]...))
 					}
 					// The first pass reads the elements of lists. A second pass is needed

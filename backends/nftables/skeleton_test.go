@@ -22,12 +22,10 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
-	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
-	"golang.org/x/sys/unix"
 )
 
 // TestTheBackendRunsWithAnEmptyPath checks that the backend runs no other program.
@@ -225,14 +223,9 @@ func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ns := netnstest.New(t)
 			runNFT(t, ns, "", "-f", "testdata/layout-1.nft")
-			b := startIn(t, ns, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
-			exchange := b.table.conn.Exchange
-			b.table.conn.Exchange = func(batch []byte) error {
-				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
-					return &netfilter.Failure{Errno: unix.EINVAL}
-				}
-				return exchange(batch)
-			}
+			var f faults
+			b := startIn(t, ns, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, f.use)
+			f.refuse("10.99.98.97")
 			all := batchOf(true,
 				set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)),
 				set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)))
@@ -243,7 +236,7 @@ func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
 				t.Fatalf("after the first pass, the old table is not active:\n%s", listing)
 			}
 			if !again {
-				b.table.conn.Exchange = exchange
+				f.exchange = nil
 			}
 			failed, ok := sink.Acknowledged(b.Sync(t.Context(), all))
 			if want := map[bool]int{true: 1}[again]; !ok || len(failed) != want {
@@ -252,7 +245,7 @@ func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
 			if tables := runNFT(t, ns, "", "list", "tables"); tables != "table inet kpng2\n" {
 				t.Errorf("after the second pass, the tables are\n%s", tables)
 			}
-			b.table.conn.Exchange = exchange
+			f.exchange = nil
 			mustSync(t, b, all)
 			if err := verifyAll(t, b); err != nil {
 				t.Error(err)

@@ -17,13 +17,12 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/parameters"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
-	"golang.org/x/sys/unix"
 )
 
 // restrictedView returns the view of a service with one load-balancer IP and many ports.
@@ -49,23 +48,11 @@ func manyRanges(n int) (list []netip.Prefix) {
 	return list
 }
 
-// countWritten counts the octets of the backend's transactions.
-func countWritten(b *backend) (written, largest *int) {
-	written, largest = new(int), new(int)
-	exchange := b.table.conn.Exchange
-	b.table.conn.Exchange = func(batch []byte) error {
-		*written += len(batch)
-		*largest = max(*largest, len(batch))
-		return exchange(batch)
-	}
-	return written, largest
-}
-
 // TestSourceRangesAreWrittenOnce checks the number of elements for source ranges, and the
 // size of the transactions after changes.
 func TestSourceRangesAreWrittenOnce(t *testing.T) {
-	b, _ := start(t, Options{})
-	written, _ := countWritten(b)
+	var written int
+	b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnWrote: func(n int, _ error) { written += n }}}})
 	ranges := manyRanges(1000)
 	plain := restrictedView("p", 1, 30, nil, "10.0.0.1", "10.0.0.2")
 	a, equal := restrictedView("a", 2, 30, ranges, "10.0.0.1", "10.0.0.2"), restrictedView("b", 3, 30, slices.Concat(ranges[1:], ranges[:1]), "10.0.0.1")
@@ -77,9 +64,9 @@ func TestSourceRangesAreWrittenOnce(t *testing.T) {
 	}
 	change := func(old, changed *api.View) int {
 		t.Helper()
-		before := *written
+		before := written
 		mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}))
-		return *written - before
+		return written - before
 	}
 	flipPlain := change(plain, restrictedView("p", 1, 30, nil, "10.0.0.1"))
 	flip := change(a, restrictedView("a", 2, 30, ranges, "10.0.0.1"))
@@ -104,27 +91,21 @@ func TestSourceRangesAreWrittenOnce(t *testing.T) {
 // fit into one transaction. The kernel refuses one of the parts. Only this service fails,
 // and nothing of its list is left.
 func TestAListOfManyRangesIsWrittenInParts(t *testing.T) {
-	b, _ := start(t, Options{})
-	_, largest := countWritten(b)
-	exchange := b.table.conn.Exchange
-	refused := string([]byte{10, 200, 0, 0}) // the first address of a range
-	b.table.conn.Exchange = func(batch []byte) error {
-		if strings.Contains(string(batch), refused) {
-			return &netfilter.Failure{Errno: unix.EINVAL}
-		}
-		return exchange(batch)
-	}
+	largest := 0
+	var f faults
+	b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnWrote: func(n int, _ error) { largest = max(largest, n) }}}}, f.use)
+	f.refuse("10.200.0.0") // the first address of a range
 	many, small := restrictedView("many", 1, 2, manyRanges(65_000), "10.0.0.1"), restrictedView("small", 2, 2, manyRanges(3), "10.0.0.1")
 	failed, ok := sink.Acknowledged(b.Sync(t.Context(), batchOf(true, set(many), set(small))))
 	if !ok || len(failed) != 1 || failed[many.Key()] == nil {
 		t.Fatalf("failed: %v, acknowledged: %t; want one service", failed, ok)
 	}
 	checkFresh(t, b, set(small))
-	b.table.conn.Exchange = exchange
+	f.exchange = nil
 	mustSync(t, b, batchOf(false, sink.Change{New: many, Unsure: true}))
 	checkFresh(t, b, set(many), set(small))
-	if *largest > maxOps*40 {
-		t.Errorf("a transaction has %d octets", *largest)
+	if largest > maxOps*40 {
+		t.Errorf("a transaction has %d octets", largest)
 	}
 	mustSync(t, b, batchOf(false, sink.Change{Key: many.Key(), Old: many}))
 	checkFresh(t, b, set(small))

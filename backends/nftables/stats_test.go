@@ -171,11 +171,11 @@ func TestStatsOptionRewritesElementsOnce(t *testing.T) {
 	}{{false, -1}, {true, 2 * (5 + 3)}, {true, 0}, {false, 2 * (5 + 3)}, {false, 0}} {
 		opts := counting()
 		opts.Stats = start.stats
-		b := startIn(t, ns, opts)
-		n := countElements(b)
+		var n int
+		b := startIn(t, ns, opts, countElements(&n))
 		mustSync(t, b, batchOf(true, many...))
-		if start.written >= 0 && *n != start.written {
-			t.Errorf("the start with Stats=%t wrote %d elements, want %d", start.stats, *n, start.written)
+		if start.written >= 0 && n != start.written {
+			t.Errorf("the start with Stats=%t wrote %d elements, want %d", start.stats, n, start.written)
 		}
 		mustSync(t, b, batchOf(false, sink.Change{Old: many[0].New, New: numberedService(1, 7)}))
 		mustSync(t, b, batchOf(false, sink.Change{Old: numberedService(1, 7), New: many[0].New, Key: many[0].Key}))

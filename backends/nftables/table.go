@@ -12,7 +12,6 @@ import (
 	"iter"
 	"net/netip"
 	"slices"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/kernelnode"
@@ -32,7 +31,7 @@ import (
 // commit uses writeElements. To send them, it uses netfilter.Conn. Finally, commit
 // updates the state.
 type table struct {
-	opts    *Options
+	opts    *options
 	conn    *conn
 	reader  reader
 	numbers *numbers
@@ -68,25 +67,24 @@ type table struct {
 	ahead *pass
 	// pass is the current pass, or nil if there is none.
 	pass *pass
-	// maxDumped is the constant of that name, except in tests.
-	maxDumped int
 	// dumpAll is true if the next pass must read all elements at its beginning, because maps of
 	// lists have elements of other programs.
 	dumpAll   bool
 	drift     drift
 	leftovers kernelnode.Leftovers
-	now       func() time.Time
 	// The function beside starts a goroutine that ends when the backend stops.
 	beside func(func(context.Context))
 	// The function unlocked calls another function without the lock of the table.
 	unlocked func(func())
 }
 
-func newTable(opts *Options) *table {
+func newTable(opts *options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
 	c.Transacted = opts.Observer.Wrote
+	send := c.Exchange
+	c.Exchange = func(batch []byte) error { return opts.exchange(batch, send) }
 	return &table{
-		opts: opts, conn: c, reader: reader{conn: newConn(opts.NetNS, "")}, numbers: newNumbers(), maxDumped: maxDumped, now: time.Now,
+		opts: opts, conn: c, reader: reader{conn: newConn(opts.NetNS, "")}, numbers: newNumbers(),
 		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},
 	}
 }
@@ -274,7 +272,7 @@ func outermost(cidrs []netip.Prefix) []netip.Prefix {
 
 // options returns the options with the CIDRs that are followed.
 func (t *table) options() *Options {
-	opts := *t.opts
+	opts := t.opts.public
 	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, t.podCIDRs)
 	opts.ServiceCIDRs = slices.Concat(opts.ServiceCIDRs, t.serviceCIDRs)
 	return &opts

@@ -72,7 +72,7 @@ func (d *drift) recordDrift(t *table) {
 
 // verify implements the method Verify of [sink.Verifier].
 func (t *table) verify(ctx context.Context) error {
-	now := t.now()
+	now := t.opts.now()
 	switch {
 	case t.state == nil:
 		return fmt.Errorf("the contents of table inet %s are unknown: %w", t.conn.Table, sink.ErrStartOver)
@@ -127,7 +127,7 @@ func (t *table) findDrift(ctx context.Context, now time.Time) error {
 		d.checkedCommits = foreignCommits
 	}
 	if d.nextMap == 0 {
-		if t.now().Before(d.compareAt) {
+		if t.opts.now().Before(d.compareAt) {
 			return nil
 		}
 		d.startCommits, d.elapsed, d.unsure = foreignCommits, 0, false
@@ -179,8 +179,8 @@ func (t *table) check(ctx context.Context) error {
 // compare compares the elements of all maps with their expected digests. If ctx ends, the
 // next call continues. Each call makes some progress.
 func (t *table) compare(ctx context.Context) error {
-	d, begin := &t.drift, t.now()
-	defer func() { d.elapsed += t.now().Sub(begin) }()
+	d, begin := &t.drift, t.opts.now()
+	defer func() { d.elapsed += t.opts.now().Sub(begin) }()
 	for all := allMaps(); d.nextMap < len(all); {
 		m, err := all[d.nextMap], error(nil)
 		if m.belongsToList() && (d.services != nil || t.isLarge()) {
@@ -195,7 +195,7 @@ func (t *table) compare(ctx context.Context) error {
 		}
 	}
 	d.nextMap = 0
-	d.compareAt = t.now().Add(kernelnode.PauseFactor * (d.elapsed + t.now().Sub(begin)))
+	d.compareAt = t.opts.now().Add(kernelnode.PauseFactor * (d.elapsed + t.opts.now().Sub(begin)))
 	if !d.unsure {
 		d.comparedCommits = d.startCommits
 		t.opts.Observer.Drifted(false)
@@ -211,7 +211,7 @@ func (t *table) isLarge() bool {
 			n += d.n
 		}
 	}
-	return n > t.maxDumped
+	return n > t.opts.maxDumped
 }
 
 // compareLists compares lists with their expected elements, by reading these elements. It

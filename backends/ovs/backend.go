@@ -26,7 +26,7 @@ import (
 
 // backend is the dataplane of this package.
 type backend struct {
-	opts  Options
+	opts  options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
 	// machineAddresses are all addresses of the machine.
@@ -42,19 +42,19 @@ var _ backends.Dataplane = (*backend)(nil)
 // are invalid. Start fails with [sink.ErrOwned] only if the other process is in the same
 // network namespace.
 func New(opts Options) (backends.Dataplane, error) {
-	b, err := newBackend(opts)
+	b, err := newBackend(options{public: opts})
 	if err != nil {
 		return nil, err
 	}
 	return b, nil
 }
 
-func newBackend(opts Options) (*backend, error) {
+func newBackend(opts options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ovs options: %w", err)
 	}
 	b := &backend{opts: opts}
-	b.dataplane = newDataplane(&b.opts, minPause)
+	b.dataplane = newDataplane(&b.opts)
 	return b, nil
 }
 

@@ -161,8 +161,7 @@ func BenchmarkStats(b *testing.B) {
 	for _, affinity := range []bool{false, true} {
 		b.Run(fmt.Sprintf("affinity=%t", affinity), func(b *testing.B) {
 			const services, endpoints = 10_000, 10
-			n := newNode(b)
-			n.backend.opts.Stats = true
+			n := newNode(b, counting)
 			var views []*api.View
 			for i := range services {
 				v := numbered(i, endpoints, endpoints)

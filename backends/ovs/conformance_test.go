@@ -50,7 +50,7 @@ func TestConformance(t *testing.T) {
 		}
 		return backendtest.NewSink(site, func(addrs nodeaddr.Source, _ sink.Sink) (sink.Sink, error) {
 			opts.NodeAddresses = addrs
-			return newBackend(opts)
+			return New(opts)
 		})
 	}, conformance.Options{
 		Patience:          *backendtest.Patience,

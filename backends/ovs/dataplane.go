@@ -12,7 +12,6 @@ import (
 	"maps"
 	"net"
 	"slices"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
@@ -34,7 +33,7 @@ import (
 //
 // The switch cannot list the last three kinds.
 type dataplane struct {
-	opts       *Options
+	opts       *options
 	observer   backends.Observer
 	planner    planner
 	reconciler reconcile.Reconciler
@@ -60,8 +59,6 @@ type dataplane struct {
 	repeat []repetition
 	// waiting are connections that the switch has to forget later.
 	waiting staleConnections
-	// maxListed is the largest number of connections of a listing.
-	maxListed int
 }
 
 type (
@@ -102,10 +99,10 @@ func (g *group) add(key string, weight uint16, actions openflow.Actions) {
 	g.buckets[id] = openflow.Bucket{ID: id, Weight: weight, Actions: actions}
 }
 
-func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
+func newDataplane(opts *options) *dataplane {
 	opts.Observer = backendoptions.Observe(opts.Observer)
-	d := &dataplane{opts: opts, observer: opts.Observer, maxListed: maxListed, passing: true, counters: map[uint32]*counter{}}
-	d.planner = planner{opts: opts, number: d.numberOf, maxGroups: maxGroups}
+	d := &dataplane{opts: opts, observer: opts.Observer, passing: true, counters: map[uint32]*counter{}}
+	d.planner = planner{opts: opts, number: d.numberOf}
 	d.reconciler = reconcile.New(d, reconcile.Options[any, any]{
 		Base: func(emit func(any, any)) { opts.flows(&d.planner.node).emit(emit) },
 		Equal: func(is, want any) bool {
@@ -131,7 +128,7 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 			}
 			return false
 		},
-		MaxOps: maxBundle, VerifyInterval: verifyInterval,
+		MaxOps: maxBundle, VerifyInterval: opts.verifyInterval,
 		Drifted: d.observer.Drifted,
 	})
 	return d

@@ -130,10 +130,9 @@ func TestFrontendsShareTheirRecords(t *testing.T) {
 // TestAServiceHasAShareOfNumbers checks a service that needs too many groups. It fails by
 // name before the groups are made, and keeps no numbers.
 func TestAServiceHasAShareOfNumbers(t *testing.T) {
-	n := newNode(t)
+	n := newNode(t, func(o *options) { o.maxGroups = 3 })
 	n.mustPass()
 	d := n.backend.dataplane
-	d.planner.maxGroups = 3
 	lists := func(ports int) *api.View {
 		v := shape{ports: ports, endpoints: 1, affinity: true}.view("web")
 		v.Endpoints[0].PortOverrides = nil
@@ -181,7 +180,7 @@ func TestBundlesAreBounded(t *testing.T) {
 	empty := n.Listing(t)
 	var bundles, messages, largest, current atomic.Int64
 	const bundleControl, bundleAdd, open = 33, 34, 0
-	n.refuse(t, func(m []byte) []byte {
+	n.restart(t, throughProxy(t, func(m []byte) []byte {
 		switch {
 		case m[1] == bundleControl && m[13] == open:
 			bundles.Add(1)
@@ -191,8 +190,7 @@ func TestBundlesAreBounded(t *testing.T) {
 			largest.Store(max(largest.Load(), current.Add(1)))
 		}
 		return nil
-	})
-	n.restart(t) // connects to the proxy
+	}))
 	s := shape{ports: 25, addresses: 200, endpoints: 20, ranges: 10}
 	step := func(name string, sync func(), minMessages, maxMessages int64) {
 		t.Helper()

@@ -43,11 +43,11 @@ func TestHistories(t *testing.T) {
 		opts := p.options(&backendtest.NodeAddresses{})
 		var b *backend
 		tb.Cleanup(func() {
+			opts.RunDir = s.Dir
 			b, err := newBackend(opts)
 			if err != nil {
 				tb.Fatal(err)
 			}
-			b.opts.RunDir = s.Dir
 			if err := b.Cleanup(context.WithoutCancel(tb.Context())); err != nil {
 				tb.Error(err)
 			}
@@ -59,7 +59,6 @@ func TestHistories(t *testing.T) {
 				if b, err = newBackend(opts); err != nil {
 					tb.Fatal(err)
 				}
-				b.dataplane = newDataplane(&b.opts, -1)
 				return b
 			},
 			Objects: func() []string {
@@ -87,11 +86,11 @@ func newFaults(tb testing.TB, dir, bridge string) *faults {
 	return f
 }
 
-func (f *faults) options(addrs nodeaddr.Source) Options {
-	return Options{
+func (f *faults) options(addrs nodeaddr.Source) options {
+	return options{verifyInterval: -1, public: Options{
 		Options: backends.Options{NodeAddresses: addrs, Instance: "15", Sysctls: backends.IgnoreSysctls, Stats: rand.IntN(2) == 0}, Bridge: f.bridge, RunDir: f.runDir,
 		MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")},
-	}
+	}}
 }
 
 func (f *faults) disturb(random *rand.Rand) (calm func()) {
@@ -143,7 +142,7 @@ type contents struct {
 	groups []openflow.Group
 }
 
-func (f *faults) dial(tb testing.TB) (*openflow.Conn, *Options) {
+func (f *faults) dial(tb testing.TB) (*openflow.Conn, *options) {
 	opts := f.options(nil)
 	opts.RunDir = f.dir
 	if err := opts.complete(); err != nil {

@@ -42,27 +42,41 @@ type testNode struct {
 	testing.TB
 	*ovstest.Switch
 	backend *backend
-	// verifyInterval is the option of package reconcile.
-	verifyInterval time.Duration
-	events         struct{ drifted, repaired int }
+	opts    options // of the next backend
+	events  struct{ drifted, repaired int }
 }
 
-func newNode(t testing.TB) *testNode {
+func newNode(t testing.TB, edits ...func(*options)) *testNode {
 	t.Helper()
-	n := &testNode{TB: t, Switch: ovstest.New(t, netnstest.New(t).Start), verifyInterval: -1}
-	n.start(t, n.options())
+	n := makeNode(t, netnstest.New(t))
+	n.start(t, edits...)
 	return n
 }
 
-// start starts a backend, which ends with the test.
-func (n *testNode) start(t testing.TB, opts Options) {
+// makeNode makes a node whose backend is not started.
+func makeNode(t testing.TB, ns *netnstest.Namespace) *testNode {
 	t.Helper()
-	opts.Observer = &backendtest.Observer{OnDrifted: func() { n.events.drifted++ }, OnRepaired: func() { n.events.repaired++ }}
-	b, err := newBackend(opts)
+	n := &testNode{TB: t, Switch: ovstest.New(t, ns.Start)}
+	n.opts = options{verifyInterval: -1, public: Options{
+		Bridge: ovstest.Bridge, RunDir: n.Dir, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")},
+		Options: backends.Options{
+			NodeAddresses: nodeaddr.Of(nodeAddrs...),
+			Observer:      &backendtest.Observer{OnDrifted: func() { n.events.drifted++ }, OnRepaired: func() { n.events.repaired++ }},
+		},
+	}}
+	return n
+}
+
+// start edits the options and starts a backend, which ends with the test.
+func (n *testNode) start(t testing.TB, edits ...func(*options)) {
+	t.Helper()
+	for _, edit := range edits {
+		edit(&n.opts)
+	}
+	b, err := newBackend(n.opts)
 	if err != nil {
 		t.Fatal(err)
 	}
-	b.dataplane = newDataplane(&b.opts, n.verifyInterval)
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -81,15 +95,11 @@ func (n *testNode) stop(t testing.TB) {
 	}
 }
 
-// restart replaces the backend by a new one, as a restart of kpng does.
-func (n *testNode) restart(t testing.TB) {
+// restart edits the options and replaces the backend by a new one, as a restart of kpng does.
+func (n *testNode) restart(t testing.TB, edits ...func(*options)) {
 	t.Helper()
 	n.stop(t)
-	n.start(t, n.backend.opts)
-}
-
-func (n *testNode) options() Options {
-	return Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(nodeAddrs...)}, Bridge: ovstest.Bridge, RunDir: n.Dir, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")}}
+	n.start(t, edits...)
 }
 
 var testNodeObject = &api.Node{Name: "here"}
@@ -340,7 +350,7 @@ func TestCleanupFindsGroupsWithoutFlows(t *testing.T) {
 	n.mustPass(all...)
 	n.stop(t)
 	n.Ofctl(t, "del-flows", "cookie=0x6b706e0000000000/-1")
-	n.start(t, n.backend.opts)
+	n.start(t)
 	if err := n.backend.Cleanup(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -350,9 +360,8 @@ func TestCleanupFindsGroupsWithoutFlows(t *testing.T) {
 // TestSwitchReportsDeletedFlows checks that Verify notices changes by other programs
 // before the next periodic comparison. Verify ignores changes by the backend.
 func TestSwitchReportsDeletedFlows(t *testing.T) {
-	n := newNode(t)
+	n := newNode(t, func(o *options) { o.verifyInterval = time.Hour })
 	n.mustPass(examples()...)
-	n.verifyInterval = time.Hour
 	verify := func() {
 		t.Helper()
 		if err := n.backend.Verify(t.Context()); err != nil {
@@ -392,14 +401,13 @@ func TestSwitchReportsDeletedFlows(t *testing.T) {
 // TestSwitchThatDoesNotReportChanges runs the backend with a switch that does not know the
 // request for reports. Open vSwitch 2.17 is such a switch.
 func TestSwitchThatDoesNotReportChanges(t *testing.T) {
-	n := newNode(t)
 	const multipart, watch, badRequest, badMultipart = 18, 16, 1, 2
-	n.refuse(t, func(m []byte) []byte {
+	n := newNode(t, throughProxy(t, func(m []byte) []byte {
 		if m[1] != multipart || m[9] != watch {
 			return nil
 		}
 		return []byte{0, badRequest, 0, badMultipart}
-	})
+	}))
 	n.mustPass(examples()...)
 	n.mustMatch()
 }
@@ -446,8 +454,16 @@ func TestRefusedServiceFailsAlone(t *testing.T) {
 // for a group. A test could not reach Open vSwitch's limit for groups, so a proxy in front
 // of the switch refuses to add a group.
 func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
-	n := newNode(t)
-	full := n.refuseGroups(t, "10.244.2.2")
+	var full atomic.Bool
+	full.Store(true)
+	refused := netip.MustParseAddr("10.244.2.2").AsSlice()
+	const groupMod, bundleAdd, groupModFailed, outOfGroups = 15, 34, 6, 3
+	n := newNode(t, throughProxy(t, func(m []byte) []byte {
+		if full.Load() && m[1] == bundleAdd && m[17] == groupMod && bytes.Contains(m, refused) {
+			return []byte{0, groupModFailed, 0, outOfGroups}
+		}
+		return nil
+	}))
 	a, b := view("a", "10.96.0.1", []string{"10.244.2.1"}), view("b", "10.96.0.2", []string{"10.244.2.2"})
 	err := n.sync(sink.Changes{First: true, Last: true, NodeChanged: true}, "", a, b)
 	failed, ok := sink.Acknowledged(err)
@@ -500,30 +516,15 @@ func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
 	}
 }
 
-// refuseGroups makes the backend connect to a proxy in front of the switch. While the
-// returned flag is true, the proxy refuses groups that translate to this address.
-func (n *testNode) refuseGroups(t *testing.T, endpoint string) *atomic.Bool {
-	t.Helper()
-	const groupMod, bundleAdd, groupModFailed, outOfGroups = 15, 34, 6, 3
-	full := &atomic.Bool{}
-	full.Store(true)
-	addr := netip.MustParseAddr(endpoint).AsSlice()
-	n.refuse(t, func(m []byte) []byte {
-		if full.Load() && m[1] == bundleAdd && m[17] == groupMod && bytes.Contains(m, addr) {
-			return []byte{0, groupModFailed, 0, outOfGroups}
-		}
-		return nil
-	})
-	return full
-}
-
-// refuse makes the backend connect to a proxy in front of the switch. For each message, the
-// proxy calls errorFor. If that returns an error, the proxy answers with this error instead
-// of the switch.
-func (n *testNode) refuse(t *testing.T, errorFor func(message []byte) []byte) {
-	t.Helper()
-	n.backend.opts.RunDir = t.TempDir()
-	proxy(t, n.backend.opts.socket(), n.Dir, func(message []byte) ([]byte, bool) { return errorFor(message), false })
+// throughProxy makes the backend connect to a proxy in front of the switch. For each message,
+// the proxy calls errorFor. If that returns an error, the proxy answers with this error
+// instead of the switch.
+func throughProxy(t *testing.T, errorFor func(message []byte) []byte) func(*options) {
+	return func(o *options) {
+		dir := o.RunDir
+		o.RunDir = t.TempDir()
+		proxy(t, o.socket(), dir, func(message []byte) ([]byte, bool) { return errorFor(message), false })
+	}
 }
 
 // proxy listens at a socket in place of the switch with the directory dir. For each message,
@@ -645,7 +646,7 @@ func TestRestartedSwitch(t *testing.T) {
 }
 
 func TestStaleConnectionsOfListing(t *testing.T) {
-	o := Options{Zone: 27392}
+	o := options{public: Options{Zone: 27392}}
 	existing, err := o.parseConnections(`tcp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=1,dport=80),reply=(src=10.244.2.13,dst=203.0.113.10,sport=8080,dport=1),zone=27392,mark=1,protoinfo=(state=TIME_WAIT)
 udp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=2,dport=80),reply=(src=10.244.2.13,dst=203.0.113.10,sport=8080,dport=2),zone=27392,mark=1
 udp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=3,dport=80),reply=(src=10.244.2.14,dst=203.0.113.10,sport=8080,dport=3),zone=27392

@@ -71,7 +71,7 @@ var errNumbers = errors.New("the instance has no more IDs for groups")
 func (d *dataplane) newNumbers() numbers {
 	n := numbers{
 		of: map[name]uint32{}, names: map[uint32]named{}, recorded: make(map[uint64]uint32, len(d.groups)),
-		next: d.opts.firstGroup(), end: d.opts.firstGroup() + groupCount,
+		next: d.opts.firstGroup(), end: d.opts.firstGroup() + d.opts.groupCount,
 	}
 	for id, g := range d.groups {
 		if id < n.end {

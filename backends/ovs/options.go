@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
@@ -94,11 +95,26 @@ type Options struct {
 	// endpoints the switch remembers. Connections of further clients are balanced without
 	// affinity. A client takes about 3 KB of the switch's memory. Default: 10,000.
 	MaxClients uint32
+}
 
+type public = Options
+
+// options are the public options, what they mean, and what only tests replace.
+type options struct {
+	public
 	number uint8 // the number of the instance
 	// forgets reports that the dataplane deletes stale connections from the switch. Then the
 	// sink Conntrack does nothing.
 	forgets bool
+	// verifyInterval is an option of package reconcile. Default: minPause.
+	verifyInterval time.Duration
+	// maxListed is the largest number of connections of a listing, or negative for no
+	// listings. Default: the constant of this name.
+	maxListed int
+	// groupCount limits the groups of the instance, and maxGroups those of a service.
+	// Default: the constants of these names.
+	groupCount uint32
+	maxGroups  int
 }
 
 const (
@@ -110,9 +126,13 @@ const (
 )
 
 // complete checks o and fills in the defaults.
-func (o *Options) complete() error {
+func (o *options) complete() error {
 	o.RunDir = cmp.Or(o.RunDir, "/var/run/openvswitch")
 	o.FirstTable = cmp.Or(o.FirstTable, 100)
+	o.verifyInterval = cmp.Or(o.verifyInterval, minPause)
+	o.maxListed = cmp.Or(o.maxListed, maxListed)
+	o.groupCount = cmp.Or(o.groupCount, groupCount)
+	o.maxGroups = cmp.Or(o.maxGroups, maxGroups)
 	errs := []error{backendoptions.Complete(&o.Options, len(o.PodCIDRs) > 0,
 		"Instance", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer")}
 	if o.Bridge == "" || o.Bridge != filepath.Base(o.Bridge) {
@@ -193,4 +213,4 @@ func networkOf(networks []netip.Prefix, f api.Family) netip.Prefix {
 }
 
 // socket returns the path of the bridge's management socket.
-func (o *Options) socket() string { return filepath.Join(o.RunDir, o.Bridge+".mgmt") }
+func (o *options) socket() string { return filepath.Join(o.RunDir, o.Bridge+".mgmt") }

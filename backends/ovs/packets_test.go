@@ -45,17 +45,13 @@ type testNetwork struct {
 	pods map[string]*netnstest.Namespace
 }
 
-func newNetwork(t *testing.T, edits ...func(*Options)) *testNetwork {
+func newNetwork(t *testing.T, edits ...func(*options)) *testNetwork {
 	t.Helper()
 	node := netnstest.New(t)
-	n := &testNetwork{testNode: &testNode{TB: t, Switch: ovstest.New(t, node.Start), verifyInterval: -1}, pods: map[string]*netnstest.Namespace{}}
-	opts := n.options()
-	opts.MasqueradeAddresses, opts.HairpinAddresses = []netip.Addr{netip.MustParseAddr(gateway)}, nil
-	opts.NodeAddresses = nodeaddr.Of(opts.MasqueradeAddresses...)
-	for _, edit := range edits {
-		edit(&opts)
-	}
-	n.start(t, opts)
+	n := &testNetwork{testNode: makeNode(t, node), pods: map[string]*netnstest.Namespace{}}
+	n.opts.MasqueradeAddresses, n.opts.HairpinAddresses = []netip.Addr{netip.MustParseAddr(gateway)}, nil
+	n.opts.NodeAddresses = nodeaddr.Of(n.opts.MasqueradeAddresses...)
+	n.start(t, edits...)
 	const router = "02:00:00:00:00:01"
 	var flows strings.Builder
 	flow := func(format string, args ...any) { fmt.Fprintf(&flows, format+"\n", args...) }
@@ -239,7 +235,11 @@ func TestUDPClientsMayBeginBeforeTheirService(t *testing.T) {
 // that send something are reset.
 func TestConnectionsToLostEndpointsAreReset(t *testing.T) {
 	for _, listed := range []bool{true, false} {
-		n := newNetwork(t)
+		n := newNetwork(t, func(o *options) {
+			if !listed {
+				o.maxListed = -1
+			}
+		})
 		services := func(endpoints ...string) []*api.View {
 			return []*api.View{
 				view("web", clusterIP, endpoints, func(s *api.Service) { s.ResetConnections = true }),
@@ -247,9 +247,6 @@ func TestConnectionsToLostEndpointsAreReset(t *testing.T) {
 			}
 		}
 		n.mustPass(services("!" + podB)...)
-		if !listed {
-			n.backend.dataplane.maxListed = 0
-		}
 		idle, _ := n.greet(t, podA, 0, clusterIP+":80")
 		active, _ := n.greet(t, outside, 0, clusterIP+":80")
 		keep, _ := n.greet(t, podA, 0, "10.96.0.2:80")
@@ -332,9 +329,8 @@ func TestRepetitionKeepsNewConnections(t *testing.T) {
 // TestManyStaleConnections adds a service with many UDP frontends. It removes an endpoint
 // and then the service, while the switch has too many connections for a listing.
 func TestManyStaleConnections(t *testing.T) {
-	n := newNetwork(t)
+	n := newNetwork(t, func(o *options) { o.maxListed = -1 })
 	n.mustPass()
-	n.backend.dataplane.maxListed = 0
 	s := shape{ports: 2 * maxSearches, endpoints: 1, protocol: api.UDP}
 	web := func(endpoints ...string) *api.View {
 		v := s.view("web")
@@ -481,7 +477,7 @@ func TestManyShortNodePortConnections(t *testing.T) {
 // Together these addresses have more ports than one address has.
 func TestPodsSeeUnusedAddresses(t *testing.T) {
 	network := netip.MustParsePrefix("169.254.78.0/23")
-	n := newNetwork(t, func(o *Options) { o.PodMasqueradeNetworks = []netip.Prefix{network} })
+	n := newNetwork(t, func(o *options) { o.PodMasqueradeNetworks = []netip.Prefix{network} })
 	n.mustPass(view("web", clusterIP, []string{"!" + podB}, withPorts))
 	n.mustMatch()
 	seen := map[netip.Addr]bool{}
@@ -537,7 +533,7 @@ func TestRegistersStay(t *testing.T) {
 // switch may remember.
 func TestLearnedFlowsAreLimited(t *testing.T) {
 	const limit, clients = 3, 6
-	n := newNetwork(t, func(o *Options) { o.MaxClients = limit })
+	n := newNetwork(t, func(o *options) { o.MaxClients = limit })
 	n.mustPass(
 		view("affine", clusterIP, []string{"!" + podB}, withAffinity),
 		view("other", "10.96.0.2", []string{"!" + podB}, withAffinity),

@@ -88,12 +88,10 @@ const (
 
 // planner makes plans.
 type planner struct {
-	opts *Options
+	opts *options
 	node
 	// number returns the number of a name.
 	number func(name) uint32
-	// maxGroups is the largest number of groups of a service.
-	maxGroups int
 }
 
 // plan returns the plan of a service. If the service needs too many groups, the result is
@@ -110,8 +108,8 @@ func (p *planner) plan(view *api.View) (*plan, error) {
 		if f.Protocol == 0 || f.Protocol.Number() != 0 {
 			s.addFrontend(&f)
 		}
-		if len(s.groups) > p.maxGroups {
-			return s.plan, fmt.Errorf("it needs more than %d groups, the share of a service", p.maxGroups)
+		if len(s.groups) > p.opts.maxGroups {
+			return s.plan, fmt.Errorf("it needs more than %d groups, the share of a service", p.opts.maxGroups)
 		}
 	}
 	for _, e := range nodeview.Hairpins(view) {

@@ -27,11 +27,11 @@ func hex(n uint64) string { return fmt.Sprintf("%#x", n) }
 
 // planned returns the plan of a view, and the names of its groups.
 func planned(v *api.View) (*plan, *dataplane) {
-	o := Options{Bridge: "b"}
+	o := options{public: Options{Bridge: "b"}}
 	if err := o.complete(); err != nil {
 		panic(err)
 	}
-	d := newDataplane(&o, minPause)
+	d := newDataplane(&o)
 	d.numbers = d.newNumbers()
 	return d.planner.mustPlan(v), d
 }
@@ -259,10 +259,9 @@ func TestNumbersAreNotReusedWhileTheSwitchHasThem(t *testing.T) {
 
 // TestServicesWithoutNumbersFail uses more lists than there are IDs of groups.
 func TestServicesWithoutNumbersFail(t *testing.T) {
-	n := newNode(t)
+	n := newNode(t, func(o *options) { o.groupCount = 1 })
 	a, b := view("a", "10.96.0.1", []string{"10.244.2.1"}), view("b", "10.96.0.2", []string{"10.244.2.2"})
 	n.mustPass()
-	n.backend.dataplane.numbers.end = n.backend.dataplane.numbers.next + 1
 	err := n.sync(sink.Changes{}, "", a, b)
 	failed, ok := sink.Acknowledged(err)
 	if !ok || len(failed) != 1 || !errors.Is(failed[key("b")], errNumbers) {
@@ -282,7 +281,7 @@ func TestABridgeHasOneOwner(t *testing.T) {
 		t.Fatal(err)
 	}
 	own := func(runDir string) (release func(), err error) {
-		b, err := newBackend(Options{Bridge: "br0", RunDir: runDir})
+		b, err := newBackend(options{public: Options{Bridge: "br0", RunDir: runDir}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -314,7 +313,7 @@ func TestOptions(t *testing.T) {
 		"one address twice":     {Options{Bridge: "b", MasqueradeAddresses: nodeAddrs, HairpinAddresses: nodeAddrs}, "192.168.1.2"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := newBackend(test.options)
+			_, err := newBackend(options{public: test.options})
 			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
 				t.Errorf("error %v, want %q", err, test.want)
 			}

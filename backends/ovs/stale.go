@@ -194,7 +194,7 @@ func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnection
 			protocols = append(protocols, c.Protocol)
 		}
 	}
-	if (len(stale) > 1 || some) && countConnections(ctx, d.opts) <= d.maxListed {
+	if (len(stale) > 1 || some) && countConnections(ctx, d.opts) <= d.opts.maxListed {
 		if existing, err := listConnections(ctx, d.opts, protocols...); err == nil {
 			return d.sendDeletions(ctx, slices.Collect(maps.Keys(existing.matching(stale, d.kept))))
 		}
@@ -285,7 +285,7 @@ const maxListed = 100_000
 
 // countConnections returns the number of tracked connections. If it is not known,
 // countConnections returns a high number.
-func countConnections(ctx context.Context, o *Options) int {
+func countConnections(ctx context.Context, o *options) int {
 	text, err := control(ctx, o.RunDir, "dpctl/ct-get-nconns")
 	if err != nil { // the kernel datapath has the connections
 		var count []byte
@@ -308,7 +308,7 @@ func lineOf(protocol string) *regexp.Regexp {
 
 // listConnections lists the connections of some protocols. Each result has a Source and
 // an Endpoint.
-func listConnections(ctx context.Context, o *Options, protocols ...uint8) (all staleConnections, err error) {
+func listConnections(ctx context.Context, o *options, protocols ...uint8) (all staleConnections, err error) {
 	text, err := control(ctx, o.RunDir, "dpctl/dump-conntrack", fmt.Sprintf("zone=%d", o.Zone))
 	if err != nil {
 		return nil, err
@@ -316,7 +316,7 @@ func listConnections(ctx context.Context, o *Options, protocols ...uint8) (all s
 	return o.parseConnections(text, protocols...)
 }
 
-func (o *Options) parseConnections(text string, protocols ...uint8) (all staleConnections, err error) {
+func (o *options) parseConnections(text string, protocols ...uint8) (all staleConnections, err error) {
 	all = staleConnections{}
 	parse := func(addr, port string) (a netip.AddrPort) {
 		a, parseErr := netip.ParseAddrPort(net.JoinHostPort(addr, port))

@@ -17,7 +17,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 )
 
-func counting(o *Options) { o.Stats = true }
+func counting(o *options) { o.Stats = true }
 
 // statsOf returns the connections by service port, as SERVICE/PORT/PROTOCOL, and endpoint.
 // It leaves out endpoints without connections.
@@ -188,8 +188,7 @@ func TestCountersCostNothing(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)
 	want := n.Listing(t)
-	n.backend.opts.Stats = true
-	n.restart(t)
+	n.restart(t, counting)
 	n.mustPass(examples()...)
 	n.mustBe(want)
 	if got := statsOf(t, n.backend); len(got) > 0 {

@@ -109,33 +109,33 @@ func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) 
 
 // cookie returns the cookie of the flows that the backend writes. Learned flows also have
 // the number of the service in the lower 32 bits, so that the switch counts them by service.
-func (o *Options) cookie() uint64 { return (0x6b706e00 + uint64(o.number)) << 32 }
+func (o *options) cookie() uint64 { return (0x6b706e00 + uint64(o.number)) << 32 }
 
 // learnedCookies are the cookies of the learned flows of a service.
-func (o *Options) learnedCookies(service uint32) openflow.Cookies {
+func (o *options) learnedCookies(service uint32) openflow.Cookies {
 	return openflow.Cookies{Value: o.cookie() | uint64(service), Mask: 1<<64 - 1}
 }
 
 // writtenCookies are the cookies of the flows that the backend writes. allCookies are the
 // cookies of all flows of the instance.
-func (o *Options) writtenCookies() openflow.Cookies {
+func (o *options) writtenCookies() openflow.Cookies {
 	return openflow.Cookies{Value: o.cookie(), Mask: 1<<64 - 1}
 }
 
-func (o *Options) allCookies() openflow.Cookies {
+func (o *options) allCookies() openflow.Cookies {
 	return openflow.Cookies{Value: o.cookie(), Mask: 0xffffffff << 32}
 }
 
 // firstGroup returns the lowest ID of the instance's groups.
-func (o *Options) firstGroup() uint32 { return 0x60000000 + uint32(o.number)<<24 }
+func (o *options) firstGroup() uint32 { return 0x60000000 + uint32(o.number)<<24 }
 
 // groupCount limits the groups that an instance has.
 const groupCount = 1 << 20
 
 // ownsGroup reports whether an ID is a group ID of the instance.
-func (o *Options) ownsGroup(id uint32) bool { return id>>24 == o.firstGroup()>>24 }
+func (o *options) ownsGroup(id uint32) bool { return id>>24 == o.firstGroup()>>24 }
 
-func (o *Options) resubmit(table uint8) openflow.Actions {
+func (o *options) resubmit(table uint8) openflow.Actions {
 	return openflow.Resubmit(o.FirstTable + table)
 }
 
@@ -153,12 +153,12 @@ func (n *node) equal(o *node) bool {
 // flowSet is a set of flows without cookies.
 type flowSet map[openflow.FlowKey]openflow.Actions
 
-func (o *Options) add(s flowSet, table uint8, priority uint16, m openflow.Match, actions ...openflow.Actions) {
+func (o *options) add(s flowSet, table uint8, priority uint16, m openflow.Match, actions ...openflow.Actions) {
 	s[openflow.FlowKey{Table: o.FirstTable + table, Priority: priority, Match: m.Encode()}] = openflow.Join(actions...)
 }
 
 // flows returns the flows that do not depend on services.
-func (o *Options) flows(n *node) flowSet {
+func (o *options) flows(n *node) flowSet {
 	s := flowSet{}
 	for _, family := range families {
 		ip := openflow.Match{EtherType: etherType(family)}
@@ -248,7 +248,7 @@ func (o *Options) flows(n *node) flowSet {
 // addNodeConnections adds the flows for the node's own connections from a masquerade
 // address, without translation of the source. These connections are committed in the
 // masquerade zone, so that masqueraded connections get other ports.
-func (o *Options) addNodeConnections(s flowSet, family api.Family, a netip.Addr) {
+func (o *options) addNodeConnections(s flowSet, family api.Family, a netip.Addr) {
 	to, from := openflow.Match{EtherType: etherType(family)}, openflow.Match{EtherType: etherType(family)}
 	to.Destination, from.Source = single(a), single(a)
 	commit := openflow.CT{Zone: o.MasqueradeZone, Table: o.OutTable, Commit: true}
@@ -264,7 +264,7 @@ func (o *Options) addNodeConnections(s flowSet, family api.Family, a netip.Addr)
 func state(set, clear uint64) openflow.Bits { return openflow.Bits{Value: set, Mask: set | clear} }
 
 // addSources adds the flows of sourceTable.
-func (o *Options) addSources(s flowSet, family api.Family, n *node) {
+func (o *options) addSources(s flowSet, family api.Family, n *node) {
 	ip := openflow.Match{EtherType: etherType(family)}
 	add := func(priority uint16, m openflow.Match, value uint32) {
 		o.add(s, sourceTable, priority, m, openflow.SetRegister(flagsRegister, openflow.Bits{Value: uint64(value), Mask: 1<<32 - 1}), o.resubmit(nodeTable))
@@ -304,7 +304,7 @@ const maxSources = 256
 
 // translateSource replaces the source of a packet by an address of a network, and passes
 // the packet on.
-func (o *Options) translateSource(network netip.Prefix) openflow.Actions {
+func (o *options) translateSource(network netip.Prefix) openflow.Actions {
 	first := network.Masked().Addr()
 	last := first
 	for range maxSources - 1 {

@@ -22,7 +22,7 @@ type backoff struct {
 var defaultBackoff = backoff{100 * time.Millisecond, 30 * time.Second, 0.1}
 
 // wait returns the time to wait after a number of failures in a row. It consists of the
-// backoff and the jitter. The jitter grows with random, a number from 0 to 1.
+// backoff and the jitter. The jitter grows with the argument random, a number from 0 to 1.
 func (b backoff) wait(failures int, random float64) time.Duration {
 	d := b.Initial
 	for i := 1; i < failures && d < b.Max; i++ {

@@ -25,7 +25,7 @@ func brief(err error) error {
 	return &briefError{err, fmt.Sprintf("%s... (%d more bytes)", begin, len(text)-maxErrorText)}
 }
 
-// briefFailed returns failed with brief errors. It does not modify failed.
+// briefFailed returns a copy of the map failed with brief errors.
 func briefFailed(failed Failed) Failed {
 	out := make(Failed, len(failed))
 	for key, err := range failed {

@@ -45,7 +45,7 @@ func (p *delivery) delivered(key types.NamespacedName) bool {
 }
 
 // admit returns the changes to deliver now: all changes of services that the pass has
-// delivered, and other changes up to limit. The limit applies to the size of the other
+// delivered, and other changes up to the limit. The limit applies to the size of the other
 // changes and to the number of services in p.ahead. The pass delivers the rest later.
 func (p *delivery) admit(changes []Change, limit int) []Change {
 	var admitted []Change

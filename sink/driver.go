@@ -312,8 +312,9 @@ func (d *Driver) isDone() bool {
 	return d.isSynced() && len(d.pending.byKey) == 0 && !d.node.pending
 }
 
-// sleep waits until the time wake, unless wake is zero. It returns earlier if changed is
-// closed, if StartOver is called, if the sink is prepared for a pass, or if ctx ends.
+// sleep waits until the time wake, unless wake is zero. It returns earlier if the channel
+// changed is closed, if StartOver is called, if the sink is prepared for a pass, or if ctx
+// ends.
 func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	var alarm <-chan time.Time
 	if !wake.IsZero() {
@@ -385,8 +386,8 @@ func (d *Driver) noteChanges(now time.Time) {
 	d.noteWork(now)
 }
 
-// noteWork sets Status.WaitingSince, if it is zero, to the later of now and notBefore.
-// Waiting during Options.MinInterval does not count.
+// noteWork sets Status.WaitingSince, if it is zero, to the later of the times now and
+// notBefore. Waiting during Options.MinInterval does not count.
 func (d *Driver) noteWork(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {

@@ -306,9 +306,9 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	return heldBack
 }
 
-// knownFrontends returns a function that returns the known frontend with a key, or zero. The
-// caller calls it with the keys of all frontends of t.new, in order, and calls stop
-// afterwards.
+// knownFrontends returns two functions. The function known returns the known frontend with a
+// key, or zero. The caller calls known with the keys of all frontends of t.new, in order,
+// and then calls stop.
 func (t *transition) knownFrontends() (known func(nodeview.FrontendKey) nodeview.Frontend, stop func()) {
 	if t.sameFrontends {
 		next, stop := iter.Pull(nodeview.Frontends(t.old.view))

@@ -59,7 +59,8 @@ func change(t testing.TB, n int, opts sink.Options, pause, work func()) (syncs i
 	return syncs, longest
 }
 
-// randomly sleeps for a random time, so that there are about rate calls a second.
+// randomly returns a function that sleeps for a random time, so that it is called about rate
+// times a second.
 func randomly(rate int) func() {
 	return func() { time.Sleep(time.Duration(rand.ExpFloat64() * float64(time.Second) / float64(rate))) }
 }

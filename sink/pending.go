@@ -174,8 +174,8 @@ func (p *pending) first(n int) []types.NamespacedName {
 	return keys
 }
 
-// due calls yield with each service that is due, except large and isolated services, in
-// the order of retryAt. It stops if yield returns false.
+// due calls the function yield with each service that is due, except large and isolated
+// services, in the order of retryAt. It stops if yield returns false.
 func (p *pending) due(now time.Time, yield func(*unacked) bool) {
 	p.small.Ascend(func(s *unacked) bool { return !s.retryAt.After(now) && yield(s) })
 }

@@ -244,8 +244,8 @@ func (f *Failed) Add(key types.NamespacedName, err error) {
 	(*f)[key] = err
 }
 
-// Do calls program for the service with this key, and records the error. If program
-// panics, that counts as an error of the service, and the driver logs the stack.
+// Do calls the function program for the service with this key, and records the error. If
+// program panics, that counts as an error of the service, and the driver logs the stack.
 func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	defer func() {
 		if r := recover(); r != nil {

@@ -356,8 +356,8 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 const (
 	// maxGather limits the time in which changes are gathered.
 	maxGather = 20 * time.Millisecond
-	// gatherSyncs is the number of Syncs after which the driver gathers changes, counted
-	// from the last Sync with several changes at the same time.
+	// gatherSyncs is the number of Syncs after which the driver gathers changes: the last
+	// Sync with several changes at the same time, and the Syncs that follow it.
 	gatherSyncs = 16
 )
 
@@ -466,7 +466,7 @@ func (d *Driver) endPass() {
 	}
 }
 
-// notDelivered returns a change for each service that is in failed but not in b.
+// notDelivered returns a change for each service that is in the map failed but not in b.
 func (d *Driver) notDelivered(ctx context.Context, u *updates.Update, b *batch, failed Failed) []Change {
 	var changes []Change
 	for key, err := range failed {

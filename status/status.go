@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package status serves a page about a running proxy over HTTP, for people as HTML without
-// JavaScript and for programs as JSON. A program adds the handler to its own server:
+// Package status serves a page about a running proxy over HTTP. People get HTML without
+// JavaScript, and programs get JSON. A program adds the handler to its own server:
 //
 //	mux.Handle("GET /status", status.Handler(proxy)) // a *kpng.Proxy or *node.Proxy
 //

@@ -74,7 +74,7 @@ func (m *memory) DeleteFrontend(_ context.Context, _ *api.Service, f nodeview.Fr
 	return m.delete(frontendKey(&f))
 }
 
-// newSubject returns a subject whose sinks are made by open.
+// newSubject returns a subject. The function open makes the sinks of this subject.
 func newSubject(open func(*memory) sink.Sink) *sinktest.Subject {
 	m := &memory{objects: map[string]string{}, fails: func() bool { return false }}
 	return &sinktest.Subject{

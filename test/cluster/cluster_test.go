@@ -333,8 +333,8 @@ func tarOf(t *testing.T, files ...any) []byte {
 	return buffer.Bytes()
 }
 
-// waitFor calls condition until the result done is true. If the text in the result
-// progress stays the same for a minute, the test fails.
+// waitFor calls the function condition until its result done is true. If the text in the
+// result progress stays the same for a minute, the test fails.
 func waitFor(t *testing.T, what string, condition func() (done bool, progress string)) {
 	t.Helper()
 	last, since := "", time.Now()

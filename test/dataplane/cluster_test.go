@@ -236,7 +236,7 @@ func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	return slice
 }
 
-// change replaces the address of endpoint i of a service. The new address is pod.
+// change replaces the address of endpoint i of a service by the address pod.
 func (c *cluster) change(ctx context.Context, service, i int, pod string) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice, err := slices.Get(ctx, name(service), metav1.GetOptions{})

@@ -15,7 +15,7 @@ import (
 )
 
 // programmed records when each endpoint address reaches the kernel, until ctx ends. With
-// IPVS, it only records endpoints for which expect was called.
+// IPVS, it only records endpoints for which the function expect was called.
 func (c *cluster) programmed(t testing.TB, ctx context.Context) (seen *sightings, expect func(service int, pod netip.Addr)) {
 	t.Helper()
 	if c.ipvs {

@@ -19,7 +19,7 @@ const thisNode = "n1"
 
 // clusterState is a service, its EndpointSlices, and the zone of the node n1. No two endpoints
 // have the same address, because the proxies treat endpoints with the same address
-// differently: kube-proxy uses an arbitrary one of them, and kpng uses the best one.
+// differently: kube-proxy uses any of them, and kpng uses the best of them.
 type clusterState struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice

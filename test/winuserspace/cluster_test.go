@@ -28,7 +28,7 @@ import (
 // events take less than a second.
 const patience = time.Minute
 
-// eventually calls try until it returns nil.
+// eventually calls the function try until it returns nil.
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {

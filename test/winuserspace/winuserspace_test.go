@@ -74,8 +74,8 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// args returns the arguments of the program under test, followed by the arguments in
-// more.
+// args returns the arguments of the program under test, followed by the given further
+// arguments.
 func (w *world) args(more ...string) []string {
 	// Set the path of the state file. By default the file is in %ProgramData%. Under Wine,
 	// this folder differs between services and other programs.
@@ -264,8 +264,8 @@ func (w *world) traffic(to string) (stop func() (int, error)) {
 	}
 }
 
-// stopWithoutErrors calls stop. The test fails if a connection failed or if no connection
-// was made.
+// stopWithoutErrors calls the function stop. The test fails if a connection failed or if no
+// connection was made.
 func stopWithoutErrors(t *testing.T, while string, stop func() (int, error)) {
 	t.Helper()
 	if count, err := stop(); err != nil || count == 0 {
@@ -393,7 +393,7 @@ func (w *world) expectState(name, number string) {
 	})
 }
 
-// expectLog checks that log contains the log lines that the documentation promises.
+// expectLog checks that the text log contains the lines that the documentation promises.
 func expectLog(t *testing.T, log, namespace, clusterIP string) {
 	t.Helper()
 	name := regexp.QuoteMeta(namespace + "/web")

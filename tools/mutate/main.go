@@ -2,8 +2,8 @@
 
 // Mutate tests the tests of packages. It makes small faults in their code, and runs the
 // tests with each one. A fault that no test finds is a survivor. A new test must find it,
-// or equivalent.txt must say why the mutant behaves as the original code does. This file
-// has a paragraph for each such mutant: the three lines that this program prints for it,
+// or equivalent.txt must say why the mutant behaves as the original code does. This file has a
+// paragraph for each such mutant. The paragraph has the three lines that this program prints,
 // without file and line number, and the reason.
 //
 // Usage, in the root of the repository:

@@ -43,8 +43,8 @@ func checkUpdates(file string) error {
 	return nil
 }
 
-// newestPatch returns the newest version with the same minor version as present, or "" if
-// no such version is newer than present.
+// newestPatch returns the newest version with the same minor version as the version
+// present, or "" if no such version is newer.
 func newestPatch(present string, versions []string) string {
 	newest := present
 	for _, v := range versions {

@@ -104,8 +104,8 @@ func reduced(b *testing.B, s objectStore, o any) (i any) {
 	return i
 }
 
-// list passes a list to store as a reflector does: it reduces each object separately, and
-// then passes all items to Replace.
+// list passes a list to the store as a reflector does: it reduces each object separately,
+// and then passes all items to Replace.
 func list[T k8sruntime.Object](b *testing.B, store objectStore, objects []T) {
 	all := make([]any, 0, len(objects))
 	for _, o := range objects {

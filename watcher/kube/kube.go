@@ -30,12 +30,11 @@
 // not labelled them yet. While such slices exist, Watch requests all slices and drops the
 // slices of other services.
 //
-// When a service becomes wanted, Watch writes the service together with its slices. It
-// first waits for a slice with the label, for less than a second, or for up to six
-// seconds if many services become wanted. If no such slice arrives, it requests the
-// slices. If a request fails, Watch writes the service without them, and repeats the
-// request with a backoff of up to a minute. Other services and slices never wait for a
-// request.
+// When a service becomes wanted, Watch writes the service together with its slices. It first
+// waits for a slice with the label. The wait is less than a second, or up to six seconds if
+// many services become wanted. If no such slice arrives, it requests the slices. If a request
+// fails, Watch writes the service without them, and repeats the request with a backoff of up
+// to a minute. Other services and slices never wait for a request.
 package kube
 
 import (

@@ -76,7 +76,7 @@ func (src *source) stream(ctx context.Context, options *metav1.ListOptions) (io.
 const magic = "k8s\x00"
 
 // readList reads a list of objects of a kind, in Kubernetes' content type protobuf. It calls
-// add with each object; add must not keep the bytes.
+// the function add with each object. The function must not keep the bytes.
 func readList(from *bufio.Reader, kind string, meta *metav1.ListMeta, add func(object []byte)) error {
 	r := &wireReader{from: from}
 	if _, err := from.Discard(len(magic)); err != nil {

@@ -195,7 +195,7 @@ func (n *selection) note(i *item[api.Service]) (now, excess bool) {
 	return s.held == nil, was && !s.selectorless
 }
 
-// commit calls write in a commit.
+// commit calls the function write in a commit.
 func (n *selection) commit(write func(*cluster.Tx)) {
 	n.state.Update(write)
 	n.adapt()

@@ -547,7 +547,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 }
 
 // inSelection runs test in a synctest bubble, with the stores and the state of a named
-// proxy whose watch of slices has no filter. Requests for slices are sent to find.
+// proxy whose watch of slices has no filter. The finder find answers requests for slices.
 func inSelection(t *testing.T, find finder, test func(*stores, *world)) {
 	synctest.Test(t, func(t *testing.T) {
 		s, state := newTestSelection(t, find)

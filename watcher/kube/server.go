@@ -132,7 +132,7 @@ func (w *watch) find(ctx context.Context, services []types.NamespacedName) (foun
 // reflectors before client-go v0.35 wait in a way that stops the clock of synctest.
 const noResync = 100 * 365 * 24 * time.Hour
 
-// reflect keeps store equal to the objects of src until ctx ends.
+// reflect keeps the store equal to the objects of src until ctx ends.
 func (w *watch) reflect(ctx context.Context, src *source, store objectStore) {
 	r := &reporter{watch: w, resource: src.resource}
 	reflector := cache.NewReflectorWithOptions(src.listWatch(r, store), store.example(), store, cache.ReflectorOptions{

@@ -17,16 +17,16 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// FollowServiceCIDRs calls set with the CIDRs of all ServiceCIDR objects, in any order,
-// when it has listed them, and again after each change of an object. When ctx ends, it
-// returns nil. Calls of set do not overlap, and set may keep and modify its argument.
-// As in kube-proxy, an object counts from its creation until its deletion, whether or
-// not it is ready.
+// FollowServiceCIDRs calls the function set when it has listed all ServiceCIDR objects, and
+// again after each change of an object. The argument has the CIDRs of all objects, in any
+// order. When ctx ends, it returns nil. Calls of the function do not overlap, and the
+// function may keep and modify its argument. As in kube-proxy, an object counts from its
+// creation until its deletion, whether or not it is ready.
 //
 // If a request fails, FollowServiceCIDRs logs the error and retries with a backoff of up to a
 // minute. So while the API server cannot be reached, or has no such objects (before v1.33),
-// it does not call set. It logs and ignores invalid CIDRs. It returns an error only if config
-// is invalid.
+// it does not call the function. It logs and ignores invalid CIDRs. It returns an error only
+// if config is invalid.
 func FollowServiceCIDRs(ctx context.Context, config *rest.Config, set func([]netip.Prefix)) error {
 	// This state records only the failures of requests, and has no reader.
 	w := newWatch(ctx, cluster.New(cluster.Options{}), Options{})

@@ -83,7 +83,7 @@ func (src *source) request(options *metav1.ListOptions) *rest.Request {
 }
 
 // listWatch returns a ListWatch for a reflector. The ListWatch reports the result of each
-// request to r, and uses store to decode lists.
+// request to r, and uses the store to decode lists.
 func (src *source) listWatch(r *reporter, store objectStore) listwatch.Plain {
 	return listwatch.New(
 		func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {

@@ -312,9 +312,9 @@ func (s *stores) byKind() map[string]objectStore {
 	return stores
 }
 
-// newStores returns stores that pass the objects for the proxy to the state. The
-// selection calls find to request EndpointSlices. Each call is for the services that
-// became wanted within the time gather.
+// newStores returns stores that pass the objects for the proxy to the state. The selection
+// calls the finder find to request EndpointSlices. Each call is for the services that became
+// wanted within the time gather.
 func (w *watch) newStores(find finder, gather time.Duration) *stores {
 	d := newDecoders(w.opts.Options)
 	s := &stores{

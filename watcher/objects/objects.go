@@ -127,12 +127,12 @@ func (s *Store[T]) decode(kind string, o any) any {
 	return e
 }
 
-// Run calls process for each object, until ctx ends. It calls process again for an
-// object when one of these changes or is deleted: the object itself, an object that
-// refers to it, or an object to which it refers, directly or through other objects.
-// After an error, it logs the error and repeats the call with a growing delay. Calls do
-// not overlap. Run calls synced when it has called process for each object that existed
-// when Run began. Run may be called only once.
+// Run calls the function process for each object, until ctx ends. It calls process again
+// for an object when one of these changes or is deleted: the object itself, an object that
+// refers to it, or an object to which it refers, directly or through other objects. After
+// an error, it logs the error and repeats the call with a growing delay. Calls do not
+// overlap. Run calls the function synced when it has called process for each object that
+// existed at the start of Run. Run may be called only once.
 func (s *Store[T]) Run(ctx context.Context, process func(ctx context.Context, key Key) error, synced func()) {
 	defer context.AfterFunc(ctx, s.queue.ShutDown)()
 	var running sync.WaitGroup

@@ -107,8 +107,8 @@ type Proxy struct {
 	end  context.CancelCauseFunc
 }
 
-// New returns a Proxy. It checks the options and the sinks, and reads the kubeconfig, if
-// any. It does not connect to the API server.
+// New returns a Proxy. It checks the options and the sinks. If there is a kubeconfig, it
+// reads this file. It does not connect to the API server.
 func New(opts Options) (*Proxy, error) {
 	name, err := NodeName(opts.NodeName)
 	if err != nil {

@@ -44,8 +44,7 @@ func demo() kpng.Options {
 	}
 }
 
-// names returns a sink whose Sync sends the names of all services to the
-// channel.
+// names returns a sink. Its Sync sends the names of all services to the channel.
 func names(to chan<- string) sink.Sink {
 	return sink.FullState(func(ctx context.Context, services []*api.View) error {
 		var list []string

@@ -98,7 +98,7 @@ func (m *Metrics) Sink(name string) sink.Observer {
 	}
 }
 
-// series holds those metrics of one sink that exist in kube-proxy, too.
+// series has the metrics of one sink that also exist in kube-proxy.
 type series struct {
 	full, partial, programming prometheus.Observer
 	lastQueued, pending        prometheus.Gauge

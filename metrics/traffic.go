@@ -112,7 +112,8 @@ func (t *traffic) Collect(to chan<- prometheus.Metric) {
 	if len(t.ports) > t.own || t.other != (numbers{}) {
 		send(&t.other, labelsOf(&trafficPort{service: types.NamespacedName{Name: "other"}}, ""))
 	}
-	// The registry sorts metrics, which takes little time if they are sorted already.
+	// The registry sorts metrics. This takes little time if the metrics are already
+	// sorted.
 	if t.sorted == nil {
 		for _, p := range t.ports {
 			if p.own {

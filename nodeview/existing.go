@@ -13,10 +13,11 @@ import (
 	"github.com/kpng-project/kpng/internal/distinct"
 )
 
-// Existing has the endpoints to which existing flows through a frontend may continue.
-// These are all endpoints of the frontend's port and family in the view. They include
-// draining endpoints, and endpoints that new flows through the frontend do not use. A
-// backend ends UDP flows through the frontend to all other endpoints.
+// Existing has endpoints of a frontend: existing flows through the frontend to these
+// endpoints may continue. These are all endpoints of the frontend's port and family in
+// the view. They include draining endpoints, and endpoints that new flows through the
+// frontend do not use. A backend ends UDP flows through the frontend to all other
+// endpoints.
 //
 // Two frontends of a view have equal values of Existing if they have the same family, and
 // if their service ports lead to the same ports of all endpoints. So Existing can be a map
@@ -153,8 +154,8 @@ func (x Existing) take(buf []Target, addr netip.Addr, list *[]api.Endpoint) []Ta
 	return buf
 }
 
-// portOf returns the port at which e serves the frontend, or 0 for all ports. The
-// second result reports whether e serves the frontend.
+// portOf returns the port of e that serves the frontend, or 0 for all ports. The second
+// result reports whether e serves the frontend.
 func (x Existing) portOf(e *api.Endpoint) (int32, bool) {
 	switch {
 	case api.FamilyOf(e.Addr) != x.family:

@@ -18,7 +18,7 @@ type Explanation struct {
 	Service types.NamespacedName
 	// View is the node's view of the service. It is nil if there is none.
 	View *api.View
-	// Frontends are the frontends of the view, except those that Narrow removed.
+	// Frontends are the frontends of the view, except frontends that Narrow removed.
 	Frontends []Frontend
 
 	node, zone                   string

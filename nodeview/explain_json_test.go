@@ -65,8 +65,8 @@ func TestExplanationsAreDocumented(t *testing.T) {
 	}
 }
 
-// addPaths adds the paths of the values in v, except those in objects that other tables
-// describe.
+// addPaths adds the paths of the values in v. It skips the values in objects that other
+// tables describe.
 func addPaths(to map[string]bool, path string, v any) {
 	object, isObject := v.(map[string]any)
 	list, isList := v.([]any)

@@ -103,7 +103,8 @@ type Frontend struct {
 	// Sources are the admitted sources. A backend first drops traffic from all other
 	// sources, even if the traffic starts on this node.
 	Sources Sources `json:",omitzero"`
-	// Masquerade selects connections whose source the backend replaces by a node address.
+	// Masquerade selects connections. The backend replaces their source by a node
+	// address.
 	Masquerade Masquerade
 	// After a client's last new connection, the client's address keeps its endpoint for the
 	// time Affinity. 0 means no affinity. Each service port has its own affinity. The
@@ -224,7 +225,7 @@ func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 			if s.Fault != 0 && s.Fault != lostClaim {
 				continue
 			}
-			// Prepare the lists for lost claims, too, so that no ListID depends on other
+			// Prepare the lists even for lost claims, so that no ListID depends on other
 			// services.
 			if lists.port != s.ServicePort || lists.family != s.Family {
 				lists.prepare(s.ServicePort, s.Family)
@@ -351,8 +352,8 @@ func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	return made
 }
 
-// targets returns the endpoints of one port and family whose scopes match, and a hash of
-// their positions and ports.
+// targets returns the endpoints of one port and family with matching scopes. It also
+// returns a hash of the positions and ports of these endpoints.
 func targets(view *api.View, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) (out []Target, hash uint64) {
 	listed := func(e *api.Endpoint) bool {
 		return api.FamilyOf(e.Addr) == family && match(scopesOf(e, port))

@@ -33,7 +33,7 @@ func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	return buf
 }
 
-// portCheck finds the ports of a service for which no frontend is possible.
+// portCheck finds those ports of a service that can have no frontend.
 type portCheck struct {
 	names            distinct.Set[string]
 	ports, nodePorts distinct.Set[portNumber]

@@ -87,7 +87,7 @@ func (t *changes[K, V]) deliver(key types.NamespacedName, view *api.View) {
 	s.objects = now
 }
 
-// object returns the object with a key, which need not exist in the dataplane.
+// object returns the object with a key. The object need not exist in the dataplane.
 func (r *reconciler[K, V]) object(k K) *object[K, V] {
 	o := r.objects[k]
 	if o == nil {
@@ -201,8 +201,8 @@ func (p plans[K, V]) of(r *reconciler[K, V], view *api.View) map[K]V {
 	return plan
 }
 
-// root returns the index that identifies the part to which the service with the index i
-// belongs.
+// root returns the index that identifies a part: the part of the service with the index
+// i.
 func (t *changes[K, V]) root(i int) int {
 	for t.parent[i] != i {
 		t.parent[i] = t.parent[t.parent[i]]
@@ -237,8 +237,8 @@ func (t *changes[K, V]) parts() (parts [][]Op[K, V]) {
 	return parts
 }
 
-// apply applies the changes. It adds the services that fail to t.failed. It returns only
-// errors after which the state of the dataplane is unknown.
+// apply applies the changes. It adds the services that fail to t.failed. It returns an
+// error only if the state of the dataplane is unknown afterwards.
 func (t *changes[K, V]) apply(ctx context.Context) error {
 	failed, err := t.applyParts(ctx, t.parts())
 	if err != nil {
@@ -285,8 +285,8 @@ func (t *changes[K, V]) fail(c *touch[K, V], err error) {
 		}
 	}
 	if t.opts.Depth(c.key) == 0 {
-		// The object keeps the former owner's value, which may refer to objects that only this
-		// owner needs.
+		// The object keeps the former owner's value. This value may refer to objects that only
+		// this owner needs.
 		c.users = c.before.clone()
 	}
 }

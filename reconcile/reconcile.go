@@ -44,12 +44,12 @@ type Dataplane[K comparable, V any] interface {
 // Op sets or deletes an object.
 type Op[K comparable, V any] struct {
 	Key K
-	// Old is the recorded value, which Apply must not change. It is nil if the object does
-	// not exist.
+	// Old is the recorded value, or nil if the object does not exist. Apply must not
+	// change this value.
 	Old *V
-	// New is the wanted value, which Apply must not change, or nil if the object has to be
-	// deleted. Apply may set the field New of an element of ops to another value. If the
-	// operation succeeds, that value becomes the record.
+	// New is the wanted value, or nil if the object has to be deleted. Apply must not
+	// change this value. Apply may set the field New of an element of ops to another
+	// value. If the operation succeeds, that value becomes the record.
 	New *V
 	// Service is a service that needs the object, or that has needed it. It is empty for base
 	// objects, and for stale objects of unknown services.

@@ -539,8 +539,8 @@ func TestStartOverPrevailsOverFailedOperations(t *testing.T) {
 	w.mustStartOver(w.sync(pass, w.view("a", "k=a")))
 }
 
-// TestDriftedIsCalledWithFalse checks that Drifted is called with false after a pass in
-// which no service failed.
+// TestDriftedIsCalledWithFalse checks that Drifted is called with false after a pass
+// without failing services.
 func TestDriftedIsCalledWithFalse(t *testing.T) {
 	w := newWorld(t)
 	var calls []bool
@@ -602,7 +602,8 @@ func TestDefaultOptions(t *testing.T) {
 	w.mustHave()
 }
 
-// TestLastUsersOfAnObjectFail deletes a service whose object only a failing service needs.
+// TestLastUsersOfAnObjectFail deletes a service. Afterwards, only a failing service needs
+// its object.
 func TestLastUsersOfAnObjectFail(t *testing.T) {
 	for _, c := range []struct {
 		name    string

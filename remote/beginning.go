@@ -84,7 +84,7 @@ type ownSum struct {
 	content [sha256.Size]byte
 }
 
-// forgetAfter is the time after which the server drops an unused beginning.
+// The server drops a beginning that was unused for the time forgetAfter.
 const forgetAfter = 5 * time.Minute
 
 // maxTurns limits the clients that begin at the same time. With many more clients, each
@@ -656,9 +656,9 @@ func merge(list, services []digested, different []differentSum) []digested {
 	return list
 }
 
-// compare returns the buckets in which the client's services differ from the services of
-// its node. It also reports whether these buckets have at most half of the services.
-// Because tenants choose names, one bucket may have most services.
+// compare returns the buckets that differ: the client's services in them are not the
+// services of its node. It also reports whether these buckets have at most half of the
+// services. Because tenants choose names, one bucket may have most services.
 func (n *nodeSums) compare(have *localv1.Digests) (differ []uint32, few bool) {
 	all, send := 0, 0
 	h := newBucketHash(have.GetSalt())

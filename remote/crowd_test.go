@@ -46,7 +46,7 @@ type crowdNode struct {
 	Again *localv1.Digests // the client sends them when it connects again
 }
 
-// crowdRound is the report on a round, in which each stream receives one answer.
+// crowdRound is the report on a round. In a round, each stream receives one answer.
 type crowdRound struct {
 	Synced            []int64 // times at which streams received their Sync, sorted, in Unix nanoseconds
 	Bytes, Operations int

@@ -29,7 +29,7 @@ type digested struct {
 	content [sha256.Size]byte
 }
 
-// newDigested returns a service with the digest of its content, which is an encoded
+// newDigested returns a service with the digest of its content. The content is an encoded
 // WholeService or ServiceFrontends.
 func newDigested(key types.NamespacedName, content []byte) digested {
 	return digested{key, orderOf(key), sha256.Sum256(content)}

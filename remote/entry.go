@@ -124,7 +124,7 @@ type draft struct {
 	endpoints map[string]keyedEndpoint
 }
 
-// open turns the entry, if any, into parts that can be changed.
+// open turns an existing entry into parts that can be changed.
 func (d *draft) open() {
 	if d.endpoints != nil {
 		return

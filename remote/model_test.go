@@ -111,8 +111,8 @@ type fault struct {
 	relayRequest     func(*model, *clusterv1.WatchRequest)
 }
 
-// Exploration begins with the paths in modelBegins: an empty path, and a path after which a
-// client and a relay have several services.
+// Exploration begins with the paths in modelBegins: an empty path, and a path that gives a
+// client and a relay several services.
 var modelBegins = [][]string{
 	nil,
 	{"put a2", "put b", "node in z1", "relay", "connect to origin", "answer"},

@@ -250,8 +250,8 @@ func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (cre
 	return insecure.NewCredentials(), nil
 }
 
-// Stats returns statistics, which kpng to-api exports as metrics. It is safe for
-// concurrent use.
+// Stats returns statistics. The command kpng to-api exports them as metrics. It is safe
+// for concurrent use.
 func (s *Server) Stats() transport.Stats {
 	r := &s.peers.refusals
 	r.mu.Lock()

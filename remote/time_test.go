@@ -29,7 +29,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// The tests in this file use package synctest, in which waiting takes no real time. They
+// The tests in this file use package synctest, so that waiting takes no real time. They
 // use connections in memory.
 
 type setsStream = grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem]
@@ -59,7 +59,7 @@ func open(t *testing.T, conn *grpc.ClientConn) setsStream {
 	return stream
 }
 
-// request sends a request with a token, which may be empty.
+// request sends a request with a token. The token may be empty.
 func request(t *testing.T, stream setsStream, token []byte) {
 	t.Helper()
 	if token == nil {

@@ -37,8 +37,8 @@ func (p *taker) take(ctx context.Context, n int) {
 	}
 }
 
-// A peer whose clients do not read gets only some of the turns. Several of these peers
-// together delay other peers by a limited time. Waiting clients get notices.
+// If a peer's clients do not read, the peer gets only some of the turns. Several of these
+// peers together delay other peers by a limited time. Waiting clients get notices.
 func TestSlowPeersLeaveTurnsToOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())

@@ -61,8 +61,8 @@ func TestViewOfEvictedState(t *testing.T) {
 	}
 }
 
-// The test computes the view of each node twice: from a cache, in which nodes share
-// marshalled endpoints, and without a cache. Both views must be equal.
+// The test computes the view of each node twice: with a cache and without a cache. In the
+// cache, nodes share marshalled endpoints. Both views must be equal.
 func TestClassesShareEndpoints(t *testing.T) {
 	const nodes = 8
 	r := rand.New(rand.NewPCG(1, 1))

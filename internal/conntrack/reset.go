@@ -28,7 +28,7 @@ type lostConnection struct {
 // ends are the source and the destination of a client's packets.
 type ends struct{ from, to netip.AddrPort }
 
-// resetter resets connections, even those of clients that only wait for data:
+// resetter resets connections, even connections of clients that only wait for data:
 //
 //   - The kernel destroys a socket of this node itself.
 //   - Another client gets a SYN+ACK segment from the address of the service. Connection

@@ -49,8 +49,8 @@ func (q Question) Explain(s *cluster.Snapshot, node *api.Node) iter.Seq2[*nodevi
 	})
 }
 
-// ExplainViews is like Explain for a client of a kpng server, which has only views. The
-// explanations have no reasons why endpoints are used or not.
+// ExplainViews is like Explain for a client of a kpng server. Such a client has only
+// views. The explanations have no reasons why endpoints are used or not.
 func (q Question) ExplainViews(u *updates.Update, node *api.Node) iter.Seq2[*nodeview.Explanation, error] {
 	return q.answers(&services{
 		node: node,

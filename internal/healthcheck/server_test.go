@@ -115,7 +115,7 @@ func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string
 	return response.StatusCode, response.Header, string(body)
 }
 
-// world is a server under test, with a source whose content the test sets.
+// world is a server under test. The test sets the content of its source.
 type world struct {
 	*network
 	source *sinktest.Source

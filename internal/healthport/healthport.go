@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package healthport says what a health-check node port is for, and what it answers.
+// Package healthport defines the purpose and the answers of a health-check node port.
 package healthport
 
 import (

@@ -109,7 +109,7 @@ type LoadBalancer struct {
 	ID string
 	// Endpoints are the IDs of the endpoints behind the frontends.
 	Endpoints []string
-	// SourceVIP replaces the source address of packets whose replies must return through
+	// SourceVIP replaces the source address of a packet if the reply must return through
 	// HNS. If it is the zero Addr, HNS chooses an address.
 	SourceVIP netip.Addr
 	// VIPs are the addresses of the frontends. If VIPs is empty, the frontends are node
@@ -168,7 +168,7 @@ type Distribution uint32
 const (
 	// PerConnection selects an endpoint for each connection.
 	PerConnection Distribution = 0
-	// PerClient selects an endpoint by the client's address. This is session affinity, for
-	// which HNS has no configurable timeout.
+	// PerClient selects an endpoint by the client's address. This is session affinity. HNS
+	// has no configurable timeout for it.
 	PerClient Distribution = 2
 )

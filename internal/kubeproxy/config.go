@@ -108,7 +108,7 @@ type field struct {
 	flag string
 	// meaning says what kpng does if it has no such flag.
 	meaning string
-	// same has the values for which kube-proxy behaves like kpng, besides zero values.
+	// With the values in same, and with zero values, kube-proxy behaves like kpng.
 	same []string
 	// check returns an error if kube-proxy refuses a value. Nil means no check.
 	check func(value string) error
@@ -309,7 +309,7 @@ func (t *translation) masqueradeBit(path, value string) {
 	}
 }
 
-// isZero reports whether a value is what kube-proxy writes for fields that are not set.
+// isZero reports whether kube-proxy writes this value for fields that are not set.
 func isZero(value string) bool {
 	return slices.Contains([]string{"", "false", "0", "0s", "{}"}, value)
 }
@@ -345,7 +345,7 @@ func (t *translation) addresses() {
 	}
 }
 
-// listener is an address at which a program listens.
+// listener is an address where a program listens.
 type listener struct{ path, flag, address string }
 
 func (t *translation) listeners() []listener {
@@ -406,8 +406,8 @@ func (t *translation) nodePorts() {
 	}
 	var kept []string
 	// In kube-proxy's mode iptables, iptables.localhostNodePorts decides whether loopback
-	// addresses are served, and ranges such as 0.0.0.0/0 contain them. In other modes, kpng
-	// serves the loopback addresses that the list names.
+	// addresses are served. In this mode, ranges such as 0.0.0.0/0 contain loopback
+	// addresses. In other modes, kpng serves the loopback addresses that the list names.
 	localhost := t.mode == "iptables" && t.values["iptables.localhostNodePorts"] != "false"
 	named, contained, families := false, false, map[bool]bool{}
 	for item := range strings.SplitSeq(list, ",") {

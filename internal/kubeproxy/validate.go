@@ -45,8 +45,8 @@ func (t *translation) validate() {
 	t.validateLocalMode()
 }
 
-// featureGates has the feature gates of kube-proxy v1.37, one in each line. A gate of
-// which kube-proxy accepts only one value has the form NAME=VALUE.
+// featureGates has the feature gates of kube-proxy v1.37, one in each line. If kube-proxy
+// accepts only one value of a gate, the line has the form NAME=VALUE.
 //
 //go:embed featuregates.txt
 var featureGates string
@@ -245,7 +245,7 @@ func isIP(value string) error {
 	return err
 }
 
-// parseIP parses an address like kube-proxy, which ignores leading zeros.
+// parseIP parses an address like kube-proxy: it ignores leading zeros.
 func parseIP(value string) (netip.Addr, error) {
 	ip, ok := netip.AddrFromSlice(netutils.ParseIPSloppy(value))
 	if !ok {

@@ -54,8 +54,8 @@ type Server struct {
 	Refuse func(Request) *apierrors.StatusError
 	// OnlyJSON is true for a server without protobuf.
 	OnlyJSON bool
-	// Old is true for a server of Kubernetes v1.21, which refuses most field selectors and
-	// ignores requests for streaming lists.
+	// Old is true for a server of Kubernetes v1.21. Such a server refuses most field
+	// selectors and ignores requests for streaming lists.
 	Old bool
 	// Objects has all objects. The key is resource/namespace/name.
 	Objects map[string]Object
@@ -343,7 +343,8 @@ func sendStatus(w http.ResponseWriter, e *apierrors.StatusError) {
 	json.NewEncoder(w).Encode(status)
 }
 
-// matching returns the objects of the requested resource for which match returns true.
+// matching returns those objects of the requested resource for which the function match
+// returns true.
 func (s *Server) matching(req Request, match func(Object) bool) []Object {
 	var out []Object
 	for key, o := range s.Objects {
@@ -381,7 +382,7 @@ func (s *Server) usesProtobuf(req Request) bool {
 	return !s.OnlyJSON && strings.HasPrefix(req.Header.Get("Accept"), runtime.ContentTypeProtobuf)
 }
 
-// Marshalled returns o, which must be of an API type, as a protobuf message.
+// Marshalled returns o as a protobuf message. The type of o must be an API type.
 func Marshalled(o any) []byte {
 	message, err := o.(interface{ Marshal() ([]byte, error) }).Marshal()
 	if err != nil {
@@ -396,7 +397,7 @@ func Encoded(kind schema.GroupVersionKind, message []byte) []byte {
 	return append([]byte(magic), Marshalled(&runtime.Unknown{TypeMeta: is, Raw: message})...)
 }
 
-// Framed returns a message in the form in which a watch sends it.
+// Framed returns a message in the form that a watch sends.
 func Framed(message []byte) []byte {
 	return append(binary.BigEndian.AppendUint32(nil, uint32(len(message))), message...)
 }

@@ -17,8 +17,8 @@ func Sort[E any](list []E, compare func(a, b E) int) {
 	}
 }
 
-// Find returns the first element for which compare returns 0, or nil if there is none. If
-// list is long, compare must have the order of Sort.
+// Find returns the first element for which the function compare returns 0. If there is no
+// such element, it returns nil. If list is long, compare must have the order of Sort.
 func Find[E, K any](list []E, key K, compare func(E, K) int) *E {
 	if len(list) > maxUnsorted {
 		if i, found := slices.BinarySearchFunc(list, key, compare); found {

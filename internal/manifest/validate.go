@@ -19,10 +19,9 @@ import (
 	utilnet "k8s.io/utils/net"
 )
 
-// The functions in this file return the errors with which an API server of v1.37 would
-// refuse a new object. docs/operate/run.md lists the exceptions. The functions first set the
-// defaults that the rules depend on. test/manifests compares them with the API server's
-// code.
+// The functions in this file return the errors of an API server of v1.37 that refuses a new
+// object. docs/operate/run.md lists the exceptions. The functions first set the defaults
+// that the rules depend on. test/manifests compares them with the API server's code.
 
 // validator collects the errors of one object.
 type validator struct{ errs field.ErrorList }
@@ -147,8 +146,8 @@ func ValidateService(s *corev1.Service) field.ErrorList {
 	return v.errs
 }
 
-// defaultService sets defaults like an API server, including those that it sets because a
-// client does not know the field clusterIPs.
+// defaultService sets defaults like an API server. Some of these defaults are for clients
+// that do not know the field clusterIPs.
 func defaultService(s *corev1.Service) {
 	spec := &s.Spec
 	setDefault(&spec.Type, corev1.ServiceTypeClusterIP)

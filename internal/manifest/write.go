@@ -84,7 +84,7 @@ func Write(w io.Writer, s *cluster.Objects, opts WriteOptions) error {
 }
 
 // toYAML returns a value as YAML. Package yaml alone fails if JSON contains control
-// characters, which annotations may have.
+// characters. Annotations may have such characters.
 func toYAML(value any) ([]byte, error) {
 	text, err := json.Marshal(value)
 	if err != nil {
@@ -202,7 +202,7 @@ func (o *objects) mark(meta *metav1.ObjectMeta) {
 	}
 }
 
-// withKnownKeys removes each entry of m whose key is not in the map known. Examples are
+// withKnownKeys removes each entry of m if its key is not in the map known. Examples are
 // the proxy label and the all-ports annotation.
 func withKnownKeys(m, known map[string]string) map[string]string {
 	maps.DeleteFunc(m, func(key, _ string) bool { _, ok := known[key]; return !ok })

@@ -37,8 +37,8 @@ func Attributes(b []byte) iter.Seq2[uint16, []byte] {
 	}
 }
 
-// Attribute returns the data of the first attribute in b whose type is attr, or nil if
-// there is none.
+// Attribute returns the data of the first attribute of type attr in b. If there is no
+// such attribute, it returns nil.
 func Attribute(b []byte, attr uint16) []byte {
 	for t, v := range Attributes(b) {
 		if t == attr {

@@ -32,7 +32,7 @@ type Namespace struct {
 	Cgroup *Cgroup
 }
 
-// Make makes a namespace with only a loopback interface, which is up.
+// Make makes a namespace. Its only interface is a loopback interface, which is up.
 func Make() (*Namespace, error) {
 	n := &Namespace{FD: -1}
 	if err := onThread(func() error {

@@ -13,11 +13,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Families are the families of addresses, in the order in which tables have their chains.
+// Families are the families of addresses. The chains of tables have the same order.
 var Families = []api.Family{api.IPv4, api.IPv6}
 
-// Hook is a place in the path of packets, to which a base chain is attached. A regular
-// chain has the zero Hook.
+// Hook is the place of a base chain in the path of packets. A regular chain has the zero
+// Hook.
 type Hook struct {
 	number   uint32
 	priority int32

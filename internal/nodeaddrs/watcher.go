@@ -16,7 +16,7 @@ import (
 
 // Options are the settings of a Watcher. The zero value selects the defaults.
 type Options struct {
-	// Selection and ExcludeInterfaces are those of nodeaddr.Options.
+	// Selection and ExcludeInterfaces are the same as in nodeaddr.Options.
 	Selection         []string
 	ExcludeInterfaces []string
 	// NetNS is a file descriptor of the network namespace. It must stay open while the

@@ -38,7 +38,7 @@ func CheckMap(m map[string]string) error {
 }
 
 // YAML returns a JSON text that is also YAML, with the same values. Strings in JSON may
-// contain characters, such as 0x7f, that strings in YAML contain only as escape sequences.
+// contain some characters, such as 0x7f, that must be escape sequences in YAML.
 func YAML(text []byte) []byte {
 	out := make([]byte, 0, len(text))
 	for _, r := range string(text) {

@@ -26,8 +26,8 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] { return &Cursor[K, V]{store: s}
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
 // the latest. Only [Cursor.Advance] moves the position. Before the next Advance, each
-// delta contains all changes since the position, including those of earlier deltas. If
-// the snapshot is older than the position, the delta has no changes.
+// delta contains all changes since the position, even if an earlier delta has contained
+// them. If the snapshot is older than the position, the delta has no changes.
 //
 // Until panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {

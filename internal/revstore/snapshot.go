@@ -127,7 +127,7 @@ func (d Delta[K, V]) Changes() iter.Seq[Change[K, V]] {
 	return d.writtenAfter(d.Old.revision, d.New.store.options.Equal)
 }
 
-// All returns all keys of Old and New in key order, including those with equal values. A
+// All returns all keys of Old and New in key order, including keys with equal values. A
 // reader needs All if the meaning of the values has changed, because it then has to
 // process even equal values again.
 func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {

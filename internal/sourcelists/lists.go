@@ -72,8 +72,8 @@ type use struct {
 }
 
 // addrOf returns the address of a frontend, or the unspecified address of the family for a
-// node port. All frontends of a service for which addrOf returns the same address have the
-// same source ranges.
+// node port. If addrOf returns the same address for several frontends of a service, these
+// frontends have the same source ranges.
 func addrOf(f *nodeview.Frontend) netip.Addr {
 	switch {
 	case f.Kind != nodeview.NodePort:
@@ -395,7 +395,7 @@ func (l *Lists) Fresh(n int, write func([]Chunk) (written []bool, err error)) er
 	return flush()
 }
 
-// cut makes sure that no later change uses a list of which the kernel has only a part.
+// cut handles a list if the kernel has only a part of it: no later change uses the list.
 // Later, this part is deleted.
 func (l *Lists) cut(list *sharedList) {
 	l.unindex(list)

@@ -23,7 +23,7 @@ type Ranges struct {
 	records string
 }
 
-// NewRanges returns the ranges in prefixes, which must be of the given family.
+// NewRanges returns the ranges in prefixes. All prefixes must be of the given family.
 func NewRanges(family api.Family, prefixes []netip.Prefix) Ranges {
 	sorted := make([]netip.Prefix, len(prefixes))
 	for i, p := range prefixes {

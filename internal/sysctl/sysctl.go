@@ -20,8 +20,8 @@ import (
 // Root is a folder that contains kernel settings as files.
 type Root string
 
-// Kernel is the Root of the running kernel. Network settings are those of the calling
-// thread's network namespace.
+// Kernel is the Root of the running kernel. Network settings are the settings of the
+// calling thread's network namespace.
 const Kernel Root = "/proc/sys"
 
 // Setting is a kernel setting and the value that it should have.

@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source has the methods with which a reader reads a sink.Source. Calls of the methods never
+// Source has the methods for the reader of a sink.Source. Calls of the methods never
 // overlap.
 //
 // A source holds the reader's position: the state up to which the reader has called

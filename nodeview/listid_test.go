@@ -43,7 +43,7 @@ func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
 	}
 	const (
 		cluster, external, node = "ClusterIP 10.96.0.1:80/TCP", "ExternalIP 192.0.2.1:80/TCP", "NodePort IPv4:30080/TCP"
-		also                    = "ClusterIP 10.96.0.1:81/TCP"
+		also, alsoExternal      = "ClusterIP 10.96.0.1:81/TCP", "ExternalIP 192.0.2.1:81/TCP"
 	)
 
 	before := view("10.0.0.1 ready @here\n10.0.0.2 ready @there")
@@ -51,7 +51,8 @@ func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
 	if diff := cmp.Diff(want, slices.Sorted(maps.Values(before.members))); diff != "" {
 		t.Errorf("groups (-want +got):\n%s", diff)
 	}
-	if before.of[cluster] != before.of[also] || before.of[external] != before.of[node] || before.of[cluster] == before.of[external] {
+	if before.of[cluster] != before.of[also] || before.of[external] != before.of[alsoExternal] ||
+		before.of[external] != before.of[node] || before.of[cluster] == before.of[external] {
 		t.Errorf("groups of the frontends: %v", before.of)
 	}
 

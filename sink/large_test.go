@@ -294,6 +294,27 @@ func TestPassEndsWhileALargeServiceChanges(t *testing.T) {
 	}
 }
 
+// A pass ends while two large services change during each Sync.
+func TestPassEndsWhileTwoLargeServicesChange(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		n := byte(1)
+		w.script.Add(sinkscript.Repeat(20, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+			time.Sleep(time.Second)
+			n++
+			w.src.Set(large(key("a"), n), large(key("b"), n))
+			return s.Sync(ctx, c)
+		})...)
+		w.src.Set(large(key("a"), n), large(key("b"), n))
+		w.src.MarkSynced()
+		time.Sleep(10 * time.Second)
+		if w.driver.Status().Passes == 0 {
+			w.Error("no pass has ended after 10 Syncs")
+		}
+		time.Sleep(time.Minute) // the changes end
+		w.waitApplied()
+	})
+}
+
 // A small service gets an address before the delivery of the large service that loses this
 // address. Even then, no two services in a FullState have the same claim.
 func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {

@@ -29,7 +29,10 @@ type queue struct {
 	// need a check in only two cases: their destination gets its first endpoint, or the
 	// connections to a lost endpoint are reset.
 	udp, tcp index
-	pass     sink.Pass
+	// prunes is true if records may be stale at the end of a pass: there were some when the
+	// pass began. Otherwise pass is not used, which has the key of every delivered service.
+	prunes bool
+	pass   sink.Pass
 	// due has the queued groups. removed has the UDP destinations without a service, with
 	// the value that count had when they were queued.
 	due     map[*group]struct{}
@@ -105,11 +108,16 @@ func (q *queue) add(c *sink.Changes) bool {
 	defer q.mu.Unlock()
 	count := q.count + 1
 	var removed []destination
-	q.pass.Begin(c)
+	if c.First {
+		q.prunes = len(q.udp.records)+len(q.tcp.records) > 0
+	}
+	if q.prunes {
+		q.pass.Begin(c)
+	}
 	for s := range c.Services {
 		removed = append(removed, q.change(newDelivery(s, count))...)
 	}
-	if c.Last {
+	if q.prunes && c.Last {
 		for _, x := range []*index{&q.udp, &q.tcp} {
 			for key := range x.records {
 				if q.pass.Stale(key) {

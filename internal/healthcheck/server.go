@@ -73,7 +73,10 @@ type server struct {
 	open    int
 	failing map[*socket]*port
 	counts  [2]int // the last arguments of Observe
-	pass    sink.Pass
+	// prunes is true if services may be stale at the end of a pass: there were some when the
+	// pass began. Otherwise pass is not used, which has the key of every delivered service.
+	prunes bool
+	pass   sink.Pass
 	// connections has the connections to all ports.
 	connections *connlimit.Queue
 }
@@ -186,11 +189,16 @@ func (s *server) Sync(ctx context.Context, c *sink.Changes) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	touched := map[int32]bool{}
-	s.pass.Begin(c)
+	if c.First {
+		s.prunes = len(s.services) > 0
+	}
+	if s.prunes {
+		s.pass.Begin(c)
+	}
 	for change := range c.Services {
 		s.setService(change.Key, change.New, touched)
 	}
-	if c.Last {
+	if s.prunes && c.Last {
 		for key := range s.services {
 			if s.pass.Stale(key) {
 				s.setService(key, nil, touched)

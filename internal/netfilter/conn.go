@@ -36,13 +36,16 @@ type Conn struct {
 	nl    *netlink.Conn // nil if the next request must open the connection
 	netNS int
 	seq   uint32
-	buf   []byte
+	buf   []byte // for one datagram; nil if nl is nil
 }
 
 const (
 	// socketBuffer limits the size of a transaction, because a transaction is one datagram.
 	// 64 MiB hold about a million elements.
 	socketBuffer = 64 << 20
+	// datagramSize is larger than each datagram of the kernel: those of a dump have at most
+	// 32 KiB, and error messages do not contain the request.
+	datagramSize = 64 << 10
 	// ackTimeout limits the wait for an answer. The kernel answers before the send call
 	// returns, so a longer wait means that an answer was lost.
 	ackTimeout = 30 * time.Second
@@ -55,7 +58,6 @@ func NewConn(netNS int) *Conn {
 		Describe:   func(uint16, []byte, int) string { return "" },
 		Transacted: func(int, error) {},
 		netNS:      netNS,
-		buf:        make([]byte, 256<<10),
 	}
 	c.Exchange = c.transactOnce
 	return c
@@ -76,7 +78,7 @@ func (c *Conn) open() error {
 		nl.Close()
 		return fmt.Errorf("set up a netlink socket: %w", err)
 	}
-	c.nl = nl
+	c.nl, c.buf = nl, make([]byte, datagramSize)
 	return nil
 }
 
@@ -90,7 +92,7 @@ func (c *Conn) Close() error {
 		return nil
 	}
 	nl := c.nl
-	c.nl = nil
+	c.nl, c.buf = nil, nil
 	return nl.Close()
 }
 

@@ -4,6 +4,7 @@ package conntrack
 
 import (
 	"net/netip"
+	"reflect"
 	"slices"
 	"testing"
 
@@ -177,6 +178,19 @@ func TestQueueHasFewEndpoints(t *testing.T) {
 		}
 		if groups == 0 || got != want {
 			t.Errorf("%q: %d groups are due, with endpoints: %t, want %t", text, groups, got, want)
+		}
+	}
+}
+
+// A first pass has nothing to prune, so a new queue need not know which services it delivers.
+func TestFirstPassStoresNoKeys(t *testing.T) {
+	views := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1"})
+	q := newQueue()
+	for i, stored := range []bool{false, true} {
+		c := wholePass(views)
+		c.Last = false
+		if q.add(c); reflect.DeepEqual(q.pass, sink.Pass{}) == stored {
+			t.Errorf("in pass %d, the queue stores keys: %t, want %t", i+1, !stored, stored)
 		}
 	}
 }

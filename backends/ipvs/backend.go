@@ -24,7 +24,7 @@ import (
 
 // backend is the dataplane of this package.
 type backend struct {
-	opts  Options
+	opts  options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
 	// machineAddresses are all addresses of the machine.
@@ -52,20 +52,20 @@ var (
 // The first Sync needs CAP_NET_ADMIN and the kernel module ip_vs. The kernel loads the
 // modules dummy and ip_vs_* itself if it can.
 func New(opts Options) (backends.Dataplane, error) {
-	b, err := newBackend(opts)
+	b, err := newBackend(options{public: opts})
 	if err != nil {
 		return nil, err
 	}
 	return b, nil
 }
 
-func newBackend(opts Options) (*backend, error) {
+func newBackend(opts options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ipvs options: %w", err)
 	}
 	b := &backend{opts: opts}
 	b.rest.opts = &b.opts
-	b.dataplane = newDataplane(&b.opts, verifyInterval)
+	b.dataplane = newDataplane(&b.opts)
 	return b, nil
 }
 

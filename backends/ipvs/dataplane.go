@@ -5,13 +5,13 @@
 package ipvs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
@@ -30,7 +30,7 @@ import (
 // kernel, and the service fails. So the next delivery of the service tries the rest
 // again.
 type dataplane struct {
-	opts       *Options
+	opts       *options
 	observer   backends.Observer
 	planner    planner
 	reconciler reconcile.Reconciler
@@ -124,7 +124,7 @@ func equalValues(is, want objectValue) bool {
 	return is.data == want.data && (is.frontend == want.frontend || is.frontend != nil && want.frontend != nil && is.frontend.equal(want.frontend))
 }
 
-func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
+func newDataplane(opts *options) *dataplane {
 	opts.Observer = backendoptions.Observe(opts.Observer)
 	d := &dataplane{
 		opts: opts,
@@ -138,6 +138,12 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 		lists:    sourcelists.New(nil),
 		local:    &localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
+	if opts.servers != nil {
+		d.conn = opts.servers(d.conn)
+	}
+	if opts.routes != nil {
+		d.local = opts.routes(d.local)
+	}
 	d.reconciler = reconcile.New(d, reconcile.Options[element, objectValue]{
 		Equal: equalValues,
 		Depth: func(e element) int {
@@ -146,7 +152,7 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 			}
 			return 1
 		},
-		VerifyInterval: verifyInterval, Drifted: d.observer.Drifted,
+		VerifyInterval: cmp.Or(opts.verifyInterval, verifyInterval), Drifted: d.observer.Drifted,
 	})
 	return d
 }

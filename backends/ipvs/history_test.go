@@ -39,40 +39,33 @@ var (
 func TestHistories(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		servers := fakeServers{}
-		return newSubject(tb, backends.IgnoreSysctls, func(d *dataplane) {
-			d.conn = servers
-			d.local = &loopback{localAddresses{netNS: d.opts.NetNS}}
-		})
+		return newSubject(tb, backends.IgnoreSysctls, func(o *options) { inMemory(o, servers) })
 	})
 }
 
 // testHistories is TestHistories with the IPVS of the kernel.
 func testHistories(t *testing.T) {
 	sinktest.TestHistories(t, *kernelHistories, func(tb testing.TB) *sinktest.Subject {
-		return newSubject(tb, backends.SetSysctls, func(*dataplane) {})
+		return newSubject(tb, backends.SetSysctls, func(*options) {})
 	})
 }
 
-func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*dataplane)) *sinktest.Subject {
+func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*options)) *sinktest.Subject {
 	ns := netnstest.New(tb)
-	opts := Options{Options: backends.Options{
+	opts := options{verifyInterval: -1, public: Options{Options: backends.Options{
 		NetNS: ns.FD, NodeAddresses: &backendtest.NodeAddresses{}, Sysctls: sysctls,
 		Conntrack: sink.Func(func(context.Context, *sink.Changes) error { return nil }),
-	}}
-	var b *backend
+	}}}
+	edit(&opts)
 	var f faults
+	f.use(&opts)
+	var b *backend
 	return &sinktest.Subject{
 		Open: func() sink.Sink {
 			var err error
 			if b, err = newBackend(opts); err != nil {
 				tb.Fatal(err)
 			}
-			b.dataplane = newDataplane(&b.opts, -1)
-			d := b.dataplane
-			edit(d)
-			d.conn, d.local = &faultyServers{d.conn, &f}, &faultyRoutes{d.local, &f}
-			transact := d.table.conn.Exchange
-			d.table.conn.Exchange = func(batch []byte) error { return f.transact(func() error { return transact(batch) }) }
 			return b
 		},
 		Objects: func() []string { return append(objects(tb, b.dataplane), restObjects(tb, b)...) },
@@ -97,6 +90,26 @@ func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*dataplane
 
 // faults makes operations fail at random, unless random is nil.
 type faults struct{ random *rand.Rand }
+
+// use puts f between a backend and the kernel, or what the options have in place of it.
+func (f *faults) use(o *options) {
+	servers, routes := o.servers, o.routes
+	o.servers = func(s virtualServers) virtualServers {
+		if servers != nil {
+			s = servers(s)
+		}
+		return &faultyServers{s, f}
+	}
+	o.routes = func(r localRoutes) localRoutes {
+		if routes != nil {
+			r = routes(r)
+		}
+		return &faultyRoutes{r, f}
+	}
+	o.exchange = func(batch []byte, send func([]byte) error) error {
+		return f.transact(func() error { return send(batch) })
+	}
+}
 
 // fail does an operation or fails, or both.
 func (f *faults) fail(do func() error) error {
@@ -158,6 +171,13 @@ func (r *faultyRoutes) add(addr netip.Addr) error {
 
 func (r *faultyRoutes) remove(addr netip.Addr) error {
 	return r.faults.fail(func() error { return r.localRoutes.remove(addr) })
+}
+
+// inMemory makes a backend use virtual servers in memory and routes of the loopback interface.
+func inMemory(o *options, servers virtualServers) {
+	netNS := o.NetNS
+	o.servers = func(virtualServers) virtualServers { return servers }
+	o.routes = func(localRoutes) localRoutes { return &loopback{localAddresses{netNS: netNS}} }
 }
 
 // loopback adds routes to the loopback interface.

@@ -94,7 +94,7 @@ func newNode(t testing.TB) *node {
 }
 
 // restart makes and starts a new backend, as a new process does.
-func (n *node) restart(edit ...func(*Options)) {
+func (n *node) restart(edit ...func(*options)) {
 	n.t.Helper()
 	n.renew(edit...)
 	b := n.backend
@@ -106,13 +106,13 @@ func (n *node) restart(edit ...func(*Options)) {
 }
 
 // renew makes a new backend and does not start it.
-func (n *node) renew(edit ...func(*Options)) {
+func (n *node) renew(edit ...func(*options)) {
 	n.t.Helper()
-	opts := Options{Options: backends.Options{
+	opts := options{verifyInterval: -1, public: Options{Options: backends.Options{
 		NetNS:         n.ns.FD,
 		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1")),
 		Conntrack:     sink.Func(func(context.Context, *sink.Changes) error { return nil }),
-	}}
+	}}}
 	for _, f := range edit {
 		f(&opts)
 	}
@@ -120,7 +120,6 @@ func (n *node) renew(edit ...func(*Options)) {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	b.dataplane = newDataplane(&b.opts, -1)
 	n.backend = b
 }
 
@@ -576,15 +575,17 @@ func testTableDeletedWhileStopped(t *testing.T) {
 func testIncompleteListing(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(view([]string{"10.1.0.1"}, nil))
-	n.restart()
-	n.dataplane.conn = incompleteServers{n.dataplane.conn}
+	hidden := true
+	n.restart(func(o *options) {
+		o.servers = func(kernel virtualServers) virtualServers { return &incompleteServers{kernel, &hidden} }
+	})
 	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
 		t.Fatal(err)
 	}
 	if err := n.deliver(&sink.Changes{Last: true}, view([]string{"10.1.0.2"}, nil)); err != nil {
 		t.Fatal(err)
 	}
-	n.dataplane.conn = n.dataplane.conn.(incompleteServers).virtualServers
+	hidden = false
 	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=0 10.1.0.2:8080=1")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -593,21 +594,29 @@ func testIncompleteListing(t *testing.T) {
 	}
 
 	// No service needs the virtual server any more.
-	n.dataplane.conn = incompleteServers{n.dataplane.conn}
+	hidden = true
 	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
 		t.Fatal(err)
 	}
 	if err := n.deliver(&sink.Changes{Last: true}); err != nil {
 		t.Fatal(err)
 	}
-	n.dataplane.conn = n.dataplane.conn.(incompleteServers).virtualServers
+	hidden = false
 	n.mustHave()
 }
 
-// incompleteServers omits all virtual servers from listings.
-type incompleteServers struct{ virtualServers }
+// incompleteServers omits all virtual servers from listings while they are hidden.
+type incompleteServers struct {
+	virtualServers
+	hidden *bool
+}
 
-func (incompleteServers) list() (map[serverID]*server, error) { return map[serverID]*server{}, nil }
+func (s *incompleteServers) list() (map[serverID]*server, error) {
+	if *s.hidden {
+		return map[serverID]*server{}, nil
+	}
+	return s.virtualServers.list()
+}
 
 // testAddressOfNodePort checks a service whose external IP and port are also a node port
 // of another service.
@@ -681,7 +690,7 @@ func testOwnAddressAndNodePort(t *testing.T) {
 // is 0, because nothing can be masqueraded then.
 func testConntrackSetting(t *testing.T) {
 	n := newNode(t)
-	n.restart(func(o *Options) { o.Sysctls = backends.IgnoreSysctls })
+	n.restart(func(o *options) { o.Sysctls = backends.IgnoreSysctls })
 	if err := n.pass(view(nil, nil)); err == nil || !strings.Contains(err.Error(), "net.ipv4.vs.conntrack is 0") {
 		t.Errorf("error %v does not name the setting", err)
 	}
@@ -702,12 +711,12 @@ func TestStrictARP(t *testing.T) {
 	}
 	for _, step := range []struct {
 		name string
-		edit func(*Options)
+		edit func(*options)
 		want string
 	}{
-		{"without strict ARP", func(o *Options) { o.Sysctls = backends.SetSysctls }, "0 0"},
-		{"strict ARP is only checked", func(o *Options) { o.StrictARP = true }, "0 0"},
-		{"strict ARP", func(o *Options) { o.StrictARP, o.Sysctls = true, backends.SetSysctls }, "1 2"},
+		{"without strict ARP", func(o *options) { o.Sysctls = backends.SetSysctls }, "0 0"},
+		{"strict ARP is only checked", func(o *options) { o.StrictARP = true }, "0 0"},
+		{"strict ARP", func(o *options) { o.StrictARP, o.Sysctls = true, backends.SetSysctls }, "1 2"},
 	} {
 		n.restart(step.edit)
 		if got := values(); got != step.want {
@@ -776,7 +785,7 @@ func (n *node) dial(addr string) error {
 // that connections to other ports of this IP do not.
 func testHealthChecks(t *testing.T) {
 	n := newNode(t)
-	n.restart(func(o *Options) { o.HealthzPort = 10256 })
+	n.restart(func(o *options) { o.HealthzPort = 10256 })
 	n.ns.Add(t, "lo", "192.0.2.1/32")
 	n.ns.Run(t, "ip", "route", "add", "203.0.113.2", "dev", "lo") // IPVS does not serve this address
 	withPolicy := func(name, clusterIP, ip string, local bool) *api.View {
@@ -804,7 +813,7 @@ func testHealthChecks(t *testing.T) {
 // address.
 func testAddressOfOtherNode(t *testing.T) {
 	n := newNode(t)
-	n.restart(func(o *Options) { o.NodeNetworks = []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")} })
+	n.restart(func(o *options) { o.NodeNetworks = []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")} })
 	other := netnstest.New(t)
 	n.ns.Join(t, "veth0", other, "eth0")
 	n.ns.Add(t, "veth0", "198.51.100.1/24")
@@ -904,7 +913,7 @@ func testInterfaceNames(t *testing.T) {
 	n.ns.Run(t, "ip", "link", "add", "kpng-ipvs", "type", "dummy")
 	web := view([]string{"10.1.0.1"}, nil)
 	n.mustPass(web)
-	n.restart(func(o *Options) { o.Interface = "other" })
+	n.restart(func(o *options) { o.Interface = "other" })
 	n.mustPass(web)
 	if out := n.ns.Run(t, "ip", "-o", "link"); strings.Count(out, "\n") != 2 {
 		t.Errorf("interfaces\n%s\nwant lo and kpng-ipvs", out)
@@ -1114,7 +1123,7 @@ func testDrain(t *testing.T) {
 	}
 	defer served.Close()
 	n.Stop(t.Context())
-	n.restart(func(o *Options) { o.Drain = time.Hour })
+	n.restart(func(o *options) { o.Drain = time.Hour })
 	cleaned := make(chan error, 1)
 	go func() { cleaned <- n.Cleanup(t.Context()) }()
 	for err == nil { // until new connections are left to another backend, which does not exist here

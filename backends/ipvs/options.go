@@ -81,6 +81,24 @@ type Options struct {
 	Drain time.Duration
 }
 
+type public = Options
+
+// options are the public options, and what only tests replace.
+type options struct {
+	public
+	// servers and routes may replace the virtual servers and the local addresses of the
+	// kernel, which they get. Default: none.
+	servers func(virtualServers) virtualServers
+	routes  func(localRoutes) localRoutes
+	// exchange sends the batch of a transaction and receives the answer, by a call of send.
+	// Default: only calls send.
+	exchange func(batch []byte, send func(batch []byte) error) error
+	// maxElements limits the elements of a transaction. Default: maxTransaction.
+	maxElements int
+	// verifyInterval is an option of package reconcile. Default: the constant of this name.
+	verifyInterval time.Duration
+}
+
 var (
 	instanceName  = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,56}$`)
 	interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$`)

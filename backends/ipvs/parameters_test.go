@@ -48,7 +48,7 @@ func pipe(from, to net.Conn) error {
 
 func testWeights(t *testing.T) {
 	n := newNode(t)
-	n.restart(func(o *Options) { o.Stats = true })
+	n.restart(func(o *options) { o.Stats = true })
 	endpoints := []string{"10.1.0.1", "10.1.0.2", "10.1.0.3"}
 	served := map[string]chan net.Conn{}
 	for _, e := range endpoints {
@@ -173,7 +173,7 @@ func testResets(t *testing.T) {
 
 func testManyStats(t *testing.T) {
 	n := newNode(t)
-	n.restart(func(o *Options) { o.Stats = true })
+	n.restart(func(o *options) { o.Stats = true })
 	const services = 1_000
 	views := make([]*api.View, services)
 	for i := range views {

@@ -275,7 +275,8 @@ func TestNodePortWinsAgainstExternalIP(t *testing.T) {
 		"both of one service":  {[]batch{{both}}, both},
 		"a service comes back": {[]batch{{both}, {both}}, both},
 	} {
-		n, servers := newMemoryNode(t, netnstest.New(t))
+		servers := fakeServers{}
+		n := newMemoryNode(t, netnstest.New(t), servers)
 		err := n.pass()
 		for _, views := range test.batches {
 			err = n.deliver(&sink.Changes{}, views...)
@@ -296,7 +297,7 @@ func TestNodePortWinsAgainstExternalIP(t *testing.T) {
 }
 
 func TestNewAddressOfNodeNetworkCausesPass(t *testing.T) {
-	d := newDataplane(&Options{NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}, -1)
+	d := newDataplane(&options{verifyInterval: -1, public: Options{NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}})
 	for _, step := range []struct {
 		addr string
 		want bool
@@ -323,7 +324,7 @@ func (s *stopSink) Stop(context.Context) error {
 func TestFailedStartStopsWhatItStarted(t *testing.T) {
 	connections := &stopSink{}
 	const notOpen = 1 << 20
-	b, err := newBackend(Options{Options: backends.Options{NetNS: notOpen, Sysctls: backends.IgnoreSysctls, NodeAddresses: nodeaddr.Of(), Conntrack: connections}})
+	b, err := newBackend(options{public: Options{Options: backends.Options{NetNS: notOpen, Sysctls: backends.IgnoreSysctls, NodeAddresses: nodeaddr.Of(), Conntrack: connections}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -350,7 +351,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		"needs":      {Options: backends.Options{MasqueradeOutsiders: true}},
 		"without a":  {Options: backends.Options{Instance: "ipvs"}},
 	} {
-		if _, err := newBackend(opts); err == nil || !strings.Contains(err.Error(), name) {
+		if _, err := newBackend(options{public: opts}); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}

@@ -48,7 +48,7 @@ func isUnsuitable(view *api.View) bool {
 // rest uses the backend nftables for services that IPVS cannot serve. The table exists
 // only while there are such services. Calls must not overlap.
 type rest struct {
-	opts *Options
+	opts *options
 	// dataplane is nil while it is not started. begun is true after the beginning of its first
 	// pass. open is true until the end of its pass.
 	dataplane   backends.Dataplane

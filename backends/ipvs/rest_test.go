@@ -67,7 +67,7 @@ func (n *node) mustServe(step string, byIPVS, byTable bool) {
 }
 
 func TestTableExistsOnlyWhileServicesNeedIt(t *testing.T) {
-	n, _ := newMemoryNode(t, netnstest.New(t))
+	n := newMemoryNode(t, netnstest.New(t), fakeServers{})
 	plain := view([]string{"10.1.0.1"}, nil)
 	n.mustPass(plain)
 	n.mustServe("plain", true, false)
@@ -102,7 +102,7 @@ func TestTableExistsOnlyWhileServicesNeedIt(t *testing.T) {
 }
 
 func TestTableOfEarlierProcessIsDeleted(t *testing.T) {
-	n, _ := newMemoryNode(t, netnstest.New(t))
+	n := newMemoryNode(t, netnstest.New(t), fakeServers{})
 	n.mustPass(affine())
 	if err := n.rest.stop(t.Context()); err != nil { // as in a new process
 		t.Fatal(err)
@@ -117,7 +117,7 @@ func TestTableOfEarlierProcessIsDeleted(t *testing.T) {
 
 // TestServicesMoveWithoutGap checks that both dataplanes have a service while it moves.
 func TestServicesMoveWithoutGap(t *testing.T) {
-	n, _ := newMemoryNode(t, netnstest.New(t))
+	n := newMemoryNode(t, netnstest.New(t), fakeServers{})
 	plain := view([]string{"10.1.0.1"}, nil)
 	n.mustPass(plain)
 	sync := func(old, v *api.View, ipvs func(*sink.Changes) error) error {
@@ -150,7 +150,8 @@ func TestServicesMoveWithoutGap(t *testing.T) {
 
 // TestServiceStaysInIPVSIfTableFails makes another process own the table.
 func TestServiceStaysInIPVSIfTableFails(t *testing.T) {
-	n, servers := newMemoryNode(t, netnstest.New(t))
+	servers := fakeServers{}
+	n := newMemoryNode(t, netnstest.New(t), servers)
 	release, err := ownership.Objects(t.Context(), n.ns.FD, "nftables table kpng-"+n.opts.restInstance())
 	if err != nil {
 		t.Fatal(err)
@@ -179,7 +180,7 @@ func TestServiceStaysInIPVSIfTableFails(t *testing.T) {
 
 // TestTableInPassOfSeveralBatches starts the table in the middle of a pass.
 func TestTableInPassOfSeveralBatches(t *testing.T) {
-	n, _ := newMemoryNode(t, netnstest.New(t))
+	n := newMemoryNode(t, netnstest.New(t), fakeServers{})
 	named := func(i int, affinity int32) *api.View {
 		return view([]string{"10.1.0.1"}, func(s *api.Service) {
 			s.Name, s.IPs.ClusterIPs = fmt.Sprint("s", i), api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, 1, byte(i)}))
@@ -208,7 +209,7 @@ func TestTableInPassOfSeveralBatches(t *testing.T) {
 }
 
 func TestCleanupDeletesTable(t *testing.T) {
-	n, _ := newMemoryNode(t, netnstest.New(t))
+	n := newMemoryNode(t, netnstest.New(t), fakeServers{})
 	n.mustPass(affine())
 	if err := n.Stop(t.Context()); err != nil {
 		t.Fatal(err)
@@ -225,10 +226,10 @@ func TestCleanupDeletesTable(t *testing.T) {
 // TestOptionsReachTable checks that the table gets all options that it needs from the
 // backend.
 func TestOptionsReachTable(t *testing.T) {
-	b, err := newBackend(Options{Options: backends.Options{
+	b, err := newBackend(options{public: Options{Options: backends.Options{
 		Instance: strings.Repeat("a", 56), MasqueradeMark: 0x8000, MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"},
 		Stats: true, Conntrack: sink.Func(func(context.Context, *sink.Changes) error { return nil }),
-	}, Interface: "a"})
+	}, Interface: "a"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -252,7 +253,8 @@ func TestServersStayUntilTheirConnectionsEnd(t *testing.T) {
 		"UDP, moved":   {api.UDP, affine(func(s *api.Service) { s.Ports[0].Protocol = api.UDP }), true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n, servers := newMemoryNode(t, netnstest.New(t))
+			servers := fakeServers{}
+			n := newMemoryNode(t, netnstest.New(t), servers)
 			d, web, at := n.dataplane, id("10.96.0.1:80", test.protocol), netip.MustParseAddrPort("10.1.0.1:8080")
 			old := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Ports[0].Protocol = test.protocol })
 			n.mustPass(old)

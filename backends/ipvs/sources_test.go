@@ -79,10 +79,9 @@ func TestTableOfSourceRanges(t *testing.T) {
 	servers := fakeServers{}
 	begin := func() {
 		t.Helper()
-		n, _ = newMemoryNode(t, ns)
+		// The limit is low, so that there are several transactions.
+		n = newMemoryNode(t, ns, servers, func(o *options) { o.maxElements = 1000 })
 		d = n.dataplane
-		d.conn = servers
-		d.table.maxElements = 1000 // so that there are several transactions
 		if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
 			t.Fatal(err)
 		}

@@ -59,7 +59,7 @@ import (
 // see package sourcelists. The chain "untranslated" comes after the chains of other
 // programs. So it does not refuse connections that another program translates.
 type table struct {
-	opts *Options
+	opts *options
 	conn *nft.Conn
 	// maxElements limits the elements of one transaction.
 	maxElements int
@@ -74,10 +74,15 @@ type table struct {
 // meanwhile.
 const maxTransaction = 20_000
 
-func newTable(opts *Options) *table {
+func newTable(opts *options) *table {
+	c := nft.NewConn(opts.NetNS, opts.tableName(), describeElement)
+	if opts.exchange != nil {
+		send := c.Exchange
+		c.Exchange = func(batch []byte) error { return opts.exchange(batch, send) }
+	}
 	return &table{
-		opts: opts, conn: nft.NewConn(opts.NetNS, opts.tableName(), describeElement),
-		maxElements: maxTransaction, ranges: sourcelists.Counts{},
+		opts: opts, conn: c,
+		maxElements: cmp.Or(opts.maxElements, maxTransaction), ranges: sourcelists.Counts{},
 	}
 }
 

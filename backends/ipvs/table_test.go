@@ -23,8 +23,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
+func testTable(t *testing.T, ns *netnstest.Namespace, public Options) *table {
 	t.Helper()
+	opts := options{public: public}
 	opts.NetNS = ns.FD
 	if err := opts.complete(); err != nil {
 		t.Fatal(err)
@@ -170,9 +171,8 @@ func TestForeignElementsAndSets(t *testing.T) {
 func TestTableOfAnySize(t *testing.T) {
 	ns := netnstest.New(t)
 	const n = 26_000
-	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD, MasqueradeMark: 1}}, -1)
+	d := newDataplane(&options{verifyInterval: -1, maxElements: 1000, public: Options{Options: backends.Options{NetNS: ns.FD, MasqueradeMark: 1}}})
 	defer d.close()
-	d.table.maxElements = 1000
 	d.elements = map[element]bool{}
 	for i := range n {
 		from := netip.AddrFrom16([16]byte{0xfd, 14: byte(i >> 8), 15: byte(i)})
@@ -197,13 +197,15 @@ func TestTableOfAnySize(t *testing.T) {
 // TestCleanupKeepsTableOfLocalAddresses checks that the table still refuses packets if the
 // interface cannot be deleted.
 func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
-	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}}, -1)
+	const notOpen = 1 << 20
+	d := newDataplane(&options{
+		verifyInterval: -1, public: Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}},
+		routes: func(localRoutes) localRoutes { return &localAddresses{netNS: notOpen} },
+	})
 	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
 	if err := table.create(nil); err != nil {
 		t.Fatal(err)
 	}
-	const notOpen = 1 << 20
-	d.local.(*localAddresses).netNS = notOpen
 	if err := d.cleanup(t.Context()); err == nil {
 		t.Error("the interface was deleted")
 	}
@@ -215,7 +217,7 @@ func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
 // TestCleanupKeepsTableOfVirtualServers checks that the table still checks source ranges
 // and masquerades if virtual servers cannot be deleted.
 func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
-	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}}, -1)
+	d := newDataplane(&options{verifyInterval: -1, public: Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}}})
 	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
 	if err := table.create(nil); err != nil {
 		t.Fatal(err)
@@ -235,7 +237,7 @@ func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
 // other program exclude recorded elements, so the kernel would refuse all of them
 // together.
 func TestChangedTableGetsRecordedElements(t *testing.T) {
-	d := newDataplane(&Options{}, -1)
+	d := newDataplane(&options{verifyInterval: -1, public: Options{}})
 	d.table = testTable(t, netnstest.New(t), Options{})
 	d.elements = someElements()
 	if err := d.table.create(d.elements); err != nil {
@@ -265,7 +267,7 @@ func TestChangedTableGetsRecordedElements(t *testing.T) {
 // dataplaneWithTable returns a dataplane whose table has the elements of someElements.
 func dataplaneWithTable(t *testing.T) (*dataplane, *netnstest.Namespace) {
 	ns := netnstest.New(t)
-	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD}}, -1)
+	d := newDataplane(&options{verifyInterval: -1, public: Options{Options: backends.Options{NetNS: ns.FD}}})
 	d.table = testTable(t, ns, Options{})
 	d.elements, d.known = someElements(), true
 	if err := d.table.create(d.elements); err != nil {
@@ -337,18 +339,20 @@ func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
 
 // newMemoryNode returns a backend with virtual servers in memory and routes of the loopback
 // interface, like newSubject.
-func newMemoryNode(t testing.TB, ns *netnstest.Namespace) (*node, fakeServers) {
-	n, servers := &node{t: t, ns: ns}, fakeServers{}
-	n.restart(func(o *Options) { o.Sysctls = backends.IgnoreSysctls })
-	d := n.dataplane
-	d.conn, d.local = servers, &loopback{localAddresses{netNS: ns.FD}}
+func newMemoryNode(t testing.TB, ns *netnstest.Namespace, servers virtualServers, edit ...func(*options)) *node {
+	n := &node{t: t, ns: ns}
+	n.restart(append(edit, func(o *options) {
+		o.Sysctls = backends.IgnoreSysctls
+		inMemory(o, servers)
+	})...)
 	n.machineAddresses = nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
-	return n, servers
+	return n
 }
 
 // TestDriftIsRepairedWithoutPass deletes single objects.
 func TestDriftIsRepairedWithoutPass(t *testing.T) {
-	n, servers := newMemoryNode(t, netnstest.New(t))
+	servers := fakeServers{}
+	n := newMemoryNode(t, netnstest.New(t), servers)
 	n.mustPass(view([]string{"10.1.0.1"}, nil))
 	d, web := n.dataplane, id("10.96.0.1:80", api.TCP)
 	want := objects(t, d)
@@ -395,10 +399,9 @@ func (s *brokenServers) delete(id serverID) error {
 // the table must check packets to such an address before the virtual server is created,
 // and until the virtual server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
-	n, memory := newMemoryNode(t, netnstest.New(t))
-	servers := &brokenServers{fakeServers: memory, create: unix.ENOMEM}
+	servers := &brokenServers{fakeServers: fakeServers{}, create: unix.ENOMEM}
+	n := newMemoryNode(t, netnstest.New(t), servers)
 	d := n.dataplane
-	d.conn = servers
 	restrictedTo := func(ranges ...netip.Prefix) *api.View {
 		return view([]string{"10.1.0.1"}, func(s *api.Service) {
 			s.Type = api.LoadBalancer
@@ -438,7 +441,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 		t.Fatal(err)
 	}
 	check("with virtual servers", true, frontends, restricted, masquerades)
-	clear(memory)
+	clear(servers.fakeServers)
 	servers.create = unix.ENOMEM
 	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request of a pass", err)

@@ -149,8 +149,8 @@ type kit struct {
 	localhost bool
 	// scenes counts the scenes. A case has one scene per family.
 	scenes int
-	// output is the end of the output of the proxy when the last case failed. logged is true
-	// after a failed case with output, because only the first such case logs its output.
+	// output has the last lines that the proxy had written when a case failed most recently.
+	// Only the first failed case with output logs it. After that, logged is true.
 	output string
 	logged bool
 }

@@ -135,8 +135,8 @@ type turns struct {
 	weight      uint64
 	count       uint64 // number of entries that the endpoint has
 	inBlocks    uint64 // number of entries that the endpoint takes block by block
-	// blocks is the order in which the endpoint prefers the blocks of a table, and free is
-	// the order in which it later prefers single entries.
+	// The endpoint first takes blocks of the table, in the order blocks. Later it takes single
+	// entries, in the order free.
 	blocks, free permutation
 	tried        uint64 // number of entries that the endpoint has tried block by block
 	block        uint64 // the block of the last such entry

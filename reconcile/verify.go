@@ -126,7 +126,7 @@ func (r *reconciler[K, V]) repair(ctx context.Context, drift []*object[K, V]) er
 		if o.users.owner == nil {
 			r.prune = !r.passing // a pass prunes at its end
 		}
-		// A failing user sets the object when it succeeds.
+		// A user that fails now sets the object later, when it succeeds.
 		if u := o.users.find(func(u *service[K, V]) bool { return !u.failed }); u != nil {
 			o.users.own(u)
 			if op, ok := r.setting(o, plans.of(r, u.view)[o.key]); ok {

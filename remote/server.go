@@ -57,8 +57,8 @@ type ServerOptions struct {
 	// Connections count after their TLS handshake. A quarter of this number may be in the
 	// handshake at the same time. If there are more, the server finds the IPv4 address or
 	// IPv6 /64 network with the most handshakes, and closes the oldest connection in this
-	// group. All connections without certificates from one IPv6 /64 network can use half
-	// of MaxConnections.
+	// group. Connections without certificates that come from one IPv6 /64 network can
+	// together use at most half of MaxConnections.
 	MaxConnections int
 	// MaxConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
 	// Default 256.

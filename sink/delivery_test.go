@@ -980,8 +980,8 @@ func TestSyncsHaveTheRevision(t *testing.T) {
 	})
 }
 
-// A second pass is requested while a pass runs. A wait that began before the request ends
-// with the first pass, and the second pass does not wait for MinInterval.
+// A second pass is requested while a pass runs. If a wait began earlier, it ends
+// with the first pass. The second pass does not wait for MinInterval.
 func TestWaitAppliedEndsWithItsPass(t *testing.T) {
 	run(t, sink.Options{MinInterval: time.Minute}, nil, func(w *world) {
 		w.src.MarkSynced()

@@ -172,7 +172,7 @@ func frontendIP(s, field string, i int, r *report) netip.Addr {
 // ignores the old annotation for source ranges.
 //
 // If all ranges in the field are invalid, the result admits no clients. If the service
-// has denied ranges instead, the result has the ranges of all other addresses. So
+// names ranges to deny instead, the result has the ranges of all other addresses. So
 // proxies only handle admitted ranges.
 func sourceRanges(s *corev1.Service, ips *api.ServiceIPs, p *parameters.Service, r *report) []api.SourceRanges {
 	f := api.SourceRanges{TargetIPs: ips.LoadBalancerIPs}

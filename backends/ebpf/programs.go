@@ -275,7 +275,7 @@ func copyElements[K, V comparable](from, to *ebpf.Map) (int, error) {
 // bytes.
 var beatPacket = make([]byte, 60)
 
-// beat lets the programs translate connections for the time patience.
+// beat lets the programs translate connections for as long as patience says.
 func (p *programs) beat() error {
 	if _, err := p.Beat.Run(&ebpf.RunOptions{Data: beatPacket}); err != nil {
 		return fmt.Errorf("write to map heartbeat: %w", err)

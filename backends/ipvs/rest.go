@@ -324,8 +324,8 @@ func except(changes iter.Seq[sink.Change], failed sink.Failed) iter.Seq[sink.Cha
 	}
 }
 
-// failing returns the field Failing for a dataplane that does not get the services in the
-// argument failed.
+// failing returns the field Failing for a dataplane that does not get the services that
+// have failed.
 func failing(c *sink.Changes, failed sink.Failed) []types.NamespacedName {
 	if !c.Last || len(failed) == 0 {
 		return c.Failing

@@ -74,7 +74,8 @@ type Options struct {
 // settings are complete options, and the parts that tests replace.
 type settings struct {
 	Options
-	// addresses makes addresses of services local. Default: none, unless AddAddresses is set.
+	// The field addresses makes the addresses of services local. Default: none, unless
+	// AddAddresses is set.
 	addresses addresses
 	// sockets opens the listening sockets. Default: sockets of the host.
 	sockets sockets

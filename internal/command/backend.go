@@ -36,7 +36,7 @@ type Backend struct {
 	// Configure. Default: it finds nothing.
 	Check func(context.Context) []Finding
 
-	// Metrics provides observers to Make. Default: those of a registry of its own.
+	// Metrics provides observers to Make. Default: the observers of a new registry.
 	Metrics *metrics.Metrics
 
 	parts   Parts

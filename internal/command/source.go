@@ -53,8 +53,8 @@ type Source struct {
 	api apiFlags
 	// forbidden are the flags that exclude --api; nil before Register.
 	forbidden *pflag.FlagSet
-	// fallback is the flag --api-fallback. selection are the flags that need it; nil before
-	// RegisterAPI.
+	// fallback is the flag --api-fallback. selection has the flags that need --api-fallback,
+	// and is nil before RegisterAPI.
 	fallback  time.Duration
 	selection *pflag.FlagSet
 }

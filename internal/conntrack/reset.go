@@ -66,8 +66,8 @@ const (
 	linger = 20 * time.Millisecond
 )
 
-// pauses are the pauses after each SYN+ACK segment. Linux answers at most one of them in
-// half a second, so an early repetition only helps if the segment was lost.
+// pauses are the pauses after each SYN+ACK segment. Linux answers at most one such segment
+// per half second, so to repeat it sooner only helps if the first one was lost.
 var pauses = [...]time.Duration{150 * time.Millisecond, 400 * time.Millisecond, 550 * time.Millisecond, 550 * time.Millisecond}
 
 func newResetter(netNS int) *resetter {

@@ -31,8 +31,8 @@ import (
 // The Kubernetes API has no field that marks such services.
 const DefaultAllPortsAnnotation = "all-ports"
 
-// WriteOptions configures Write. The zero value means YAML for a reader without a proxy
-// name.
+// WriteOptions configures Write. With the zero value, Write writes YAML for a program that
+// reads it without a proxy name.
 type WriteOptions struct {
 	// JSON selects a List in JSON as the output. The default is YAML documents.
 	JSON bool

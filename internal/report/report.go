@@ -28,7 +28,7 @@ type Report struct {
 	Services   []Service `json:"services,omitempty"`   // at most 1,000, by namespace and name
 	Next       string    `json:"next,omitempty"`       // parameter `after` for the next services
 	Stats      bool      `json:"stats,omitempty"`      // the program counts traffic (--stats)
-	StatsError string    `json:"statsError,omitempty"` // why the traffic is missing nevertheless
+	StatsError string    `json:"statsError,omitempty"` // why the traffic is missing, although the program counts it
 }
 
 // Health is the health of the program, see health.Report.
@@ -210,7 +210,7 @@ type ServiceReport struct {
 	Refused    string    `json:"refused,omitempty"`
 	Failures   []Failure `json:"failures,omitempty"`   // the failure of the service in each sink
 	Stats      bool      `json:"stats,omitempty"`      // the program counts traffic (--stats)
-	StatsError string    `json:"statsError,omitempty"` // why the traffic is missing nevertheless
+	StatsError string    `json:"statsError,omitempty"` // why the traffic is missing, although the program counts it
 	Traffic    []Traffic `json:"traffic,omitempty"`    // the traffic of each endpoint of each service port
 }
 

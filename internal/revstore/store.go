@@ -75,7 +75,7 @@ type Options[K, V any] struct {
 	// store keeps the old value. Required.
 	Equal func(a, b V) bool
 
-	// Revisions issues the revisions of changes. Default: a counter of this store.
+	// Revisions is the counter that gives each change its revision. Default: a counter of this store.
 	Revisions *Revisions
 
 	// Resumable keeps tombstones, within the store's limits, even if every cursor has passed

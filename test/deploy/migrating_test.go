@@ -100,7 +100,7 @@ type migration struct {
 	tasks map[string]string
 	// saved is the deleted DaemonSet kube-proxy.
 	saved *appsv1.DaemonSet
-	// seen counts the nodes on which a task or kpng was due after a command.
+	// seen counts the nodes on which a task, or kpng, had to run after a command.
 	seen map[string]int
 }
 

@@ -262,8 +262,8 @@ func (w *world) calm() {
 	w.dataplane.calm()
 }
 
-// quiet ends all failures, lets time pass until both proxies agree, and returns an error if
-// they do not.
+// quiet ends all failures, and waits until both proxies agree. It returns an error if they do
+// not agree in time.
 func (w *world) quiet() (err error) {
 	w.calm()
 	w.label()

@@ -114,7 +114,7 @@ func writeImage(file, name, licences string, parts []string) (string, error) {
 	}
 	image.Annotations = map[string]string{
 		"org.opencontainers.image.ref.name": version,
-		"io.containerd.image.name":          "docker.io/library/" + name + ":" + version, // as Kubernetes completes the name
+		"io.containerd.image.name":          "docker.io/library/" + name + ":" + version, // Kubernetes completes the name in this way
 	}
 	top, err := json.Marshal(index{2, indexType, []descriptor{image}})
 	if err != nil {

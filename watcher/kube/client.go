@@ -69,8 +69,8 @@ func newClient(ctx context.Context, config *rest.Config, stores map[string]objec
 		dial = (&net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}).DialContext
 	}
 	// An HTTP/2 transport stays in memory for half a minute after its last connection was
-	// closed. So no part of the transport may refer to the client, because the client's
-	// stores refer to the state.
+	// closed. No part of it may refer to the client: the client's stores refer to the state,
+	// which would then stay, too.
 	connections := connrotation.NewDialer(dial)
 	config.Dial = func(dialling context.Context, network, address string) (net.Conn, error) {
 		conn, err := connections.DialContext(dialling, network, address)

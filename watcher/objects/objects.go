@@ -76,9 +76,9 @@ type entry[T any] struct {
 const byReference = "references"
 
 // New returns a Store of the objects of some kinds. The map resources has the resource
-// of each kind. The function references returns the keys of the objects to which an
-// object refers. Their kinds need not be in the Store. The result must depend on the
-// object alone.
+// of each kind. For an object, the function
+// references returns the keys of all objects to which it refers. Their kinds need not be in
+// the Store. The result must depend on the object alone.
 func New[T any](client dynamic.Interface, resources map[string]schema.GroupVersionResource, references func(object *T) []Key) *Store[T] {
 	s := &Store[T]{
 		references: references,

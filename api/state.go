@@ -15,8 +15,8 @@ type ServiceState struct {
 	Service *Service `json:",omitempty"`
 	// Slices are the service's EndpointSlices, sorted by name.
 	Slices []*EndpointSlice `json:",omitempty"`
-	// Lost has the service's claims that another service owns, in sorted order. Their
-	// field Winner is empty in a cluster.State.
+	// Lost has those claims of the service that another service has won, in sorted order.
+	// Their field Winner is empty in a cluster.State.
 	Lost []LostClaim `json:",omitempty"`
 }
 

@@ -67,7 +67,7 @@ func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes i
 // objects in snapshots. Snapshot.Refused of out also contains the reasons in
 // Snapshot.Refused of these states.
 //
-// The nodes of out are those of the first state. Merge marks out as synced when all states
+// State out gets the nodes of the first state. Merge marks out as synced when all states
 // are synced. Nothing else may write to out.
 func Merge(ctx context.Context, out *State, merge func(key types.NamespacedName, in []*Snapshot) (*api.Service, []*api.EndpointSlice), states ...*State) {
 	var mu sync.Mutex

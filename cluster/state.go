@@ -57,7 +57,7 @@ type State struct {
 // published is the state after the last commit.
 type published struct {
 	mu sync.Mutex
-	// available wakes readers that wait for a snapshot, or for the end of an Update.
+	// Readers use available to wait for a snapshot, or for the end of an Update.
 	available *sync.Cond
 	revision  uint64
 	changed   chan struct{} // closed by the next commit; nil if no reader waits

@@ -60,8 +60,8 @@ type Store[K, V any] revstore.Store[K, V]
 
 // New returns an empty store. The function compare orders keys: it returns a negative
 // number if a comes before b, and 0 if a and b are the same key. The function equal reports
-// whether b equals a; then setting b is not a change, and the store keeps a. New panics if
-// a function is nil.
+// whether b equals a. If it does, Set with b is no change, and the store keeps a. New panics
+// if a function is nil.
 func New[K, V any](compare func(a, b K) int, equal func(a, b V) bool) *Store[K, V] {
 	return (*Store[K, V])(revstore.New(revstore.Options[K, V]{Compare: compare, Equal: equal}))
 }

@@ -50,8 +50,8 @@
 // If it refuses several parts, the Reconciler tries each half, until it has found the
 // parts that fail. If an object fails, all services that change it fail. Until these
 // services succeed, they keep their earlier objects. If Apply returns a [*Failed], it has
-// executed the operations that the Failed does not name. So until these services succeed,
-// they are half programmed.
+// executed all operations except those that the Failed names. So until these services
+// succeed, they are half programmed.
 //
 // At the end of a pass, the Reconciler deletes the objects that no service needs. After a
 // restart, it does not know which of these objects belong to failing services. So it waits

@@ -78,8 +78,7 @@ func (r *reconciler[K, V]) Verify(ctx context.Context) error {
 }
 
 // list makes the record equal to the dataplane. It returns the objects that differed. It
-// ignores a missing object if the function ignored is not nil and returns true for the
-// object. If List fails, list changes nothing.
+// ignores a missing object for which ignored, if it is not nil, returns true. If List fails, list changes nothing.
 func (r *reconciler[K, V]) list(ctx context.Context, ignored func(K) bool) (drift []*object[K, V], err error) {
 	type listed struct {
 		key   K

@@ -8,8 +8,8 @@ package sink
 // A sink that wraps another sink has the method Unwrap() Sink, which returns the other
 // sink or nil. So the wrapper need not forward the optional methods of the other sink:
 // As finds the methods of the interfaces in this package, and the methods for flags and
-// metrics (see package app). A wrapper that changes one of these methods implements it, and
-// uses As to call the method of the other sink. [FullStateOf] and [Events] wrap their
+// metrics (see package app). A wrapper may also implement one of these methods
+// itself, and find the method of the other sink with As. [FullStateOf] and [Events] wrap their
 // arguments in the same way. If a sink wraps a value that is not a sink, Unwrap has the
 // result type any.
 func As[T any](s Sink) (T, bool) {

@@ -24,7 +24,7 @@ func TestInvalidSettingsAreErrors(t *testing.T) {
 		name string
 		sink sink.Sink
 		opts sink.Options
-		want string // in the error; empty if there is none
+		want string // a part of the error, or empty if there is no error
 	}{
 		{"the zero options are valid", ok, sink.Options{}, ""},
 		{"a sink that is no pointer", value{}, sink.Options{}, ""},

@@ -69,7 +69,7 @@ func (s shape) service() *api.Service {
 }
 
 // view returns the node's view of a service. Its endpoints are 10.1.0.1, 10.1.0.2 and so
-// on, except the endpoints with the numbers in the argument absent.
+// on, without those whose numbers are in absent.
 func (s shape) view(svc *api.Service, absent ...int) *api.View {
 	var words []string
 	for i := range s.endpoints {

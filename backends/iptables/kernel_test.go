@@ -20,7 +20,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// everything returns services that together need every kind of rule.
+// everything returns a list of services. Together, they need every kind of rule.
 func everything() []*api.View {
 	return []*api.View{
 		view("affinity", "10.96.0.3 fd00:96::3", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1 fd00::2", affinity),

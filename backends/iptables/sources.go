@@ -32,7 +32,7 @@ type sourceList struct {
 	content string
 }
 
-// sourceType is the type of the sets of source lists, with their initial size.
+// sourceType has the type and the initial size of a set for a source list.
 const sourceType = "hash:net hashsize 64"
 
 // mangleTarget returns the rest of a rule of table mangle. The rule drops packets to f

@@ -124,8 +124,8 @@ func (r *runner) readChains(ctx context.Context, chains map[string]counted) (map
 	return counts, nil
 }
 
-// maxRereads limits how often a table is read again. The waits between the readings double
-// each time, from one millisecond.
+// maxRereads limits how often a table is read again. Before that, readTable waits: one
+// millisecond first, and twice as long each time.
 const maxRereads = 8
 
 // readTable returns the counters of chains in flavour legacy. Each change of rules by any

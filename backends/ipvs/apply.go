@@ -91,8 +91,8 @@ type setFrontend struct {
 
 // Apply implements [reconcile.Dataplane].
 //
-// Its steps interrupt no traffic. The instance makes an address local after the virtual
-// servers and the table's elements of this address exist. At such an address, the table
+// Its steps interrupt no traffic. The instance first makes the virtual servers and the
+// table's elements of an address. Then it makes the address local. At such an address, the table
 // accepts packets to a frontend only while the frontend's virtual server exists.
 // Otherwise the table refuses these packets, because they would reach programs of the
 // node. The table always refuses packets to other ports of such an address. Other

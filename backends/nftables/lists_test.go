@@ -130,8 +130,8 @@ func changedElements(batch []byte) (added, removed int) {
 	return added, removed
 }
 
-// TestAnEndpointChangesFewElements counts the elements that changes of endpoints write. The
-// counts do not depend on the numbers of frontends and of other endpoints.
+// TestAnEndpointChangesFewElements counts the elements that are written when endpoints
+// change. The counts do not depend on the numbers of frontends and of other endpoints.
 func TestAnEndpointChangesFewElements(t *testing.T) {
 	for name, test := range map[string]struct {
 		edit     func(*api.Service)

@@ -37,7 +37,7 @@ const (
 	kindEndpoints
 	// kindSlots maps a list with session affinity and a slot to the number of an endpoint.
 	kindSlots
-	// kindNumbers maps the number of an endpoint and a protocol to the endpoint. Lists of
+	// kindNumbers maps a protocol, with the number of an endpoint, to the endpoint. Lists of
 	// all-ports services have no protocol.
 	kindNumbers
 	// kindHairpins is the set of connections from endpoints of this node to themselves. A

@@ -72,7 +72,7 @@ func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	}
 }
 
-// TestAffinityClientsAreBounded makes clients of all ports of a service.
+// In TestAffinityClientsAreBounded, all ports of a service get new clients.
 func TestAffinityClientsAreBounded(t *testing.T) {
 	r, rt := affineRules(2, time.Hour)
 	ports := []*port{r.port, {common: r.port.common}, {common: r.port.common}}

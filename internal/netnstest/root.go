@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// NeedRoot skips a test that needs root on Linux, unless root runs the test.
+// NeedRoot skips a test unless root runs it. On other systems than Linux, it does nothing.
 func NeedRoot(t testing.TB) {
 	t.Helper()
 	if runtime.GOOS == "linux" && os.Geteuid() != 0 {

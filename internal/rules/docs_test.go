@@ -159,8 +159,8 @@ func TestNumbersInDocs(t *testing.T) {
 }
 
 var (
-	// quotedPath finds names of files and folders in Markdown, and commented finds them
-	// in comments. They may end with an exported name, as in backends/nftables.Options.
+	// quotedPath finds names of files and folders in Markdown. The expression commented finds
+	// them in comments. They may end with an exported name, as in backends/nftables.Options.
 	quotedPath = regexp.MustCompile("`(\\.?[\\w-]+/[\\w./-]*\\w)`")
 	commented  = regexp.MustCompile(`(?:^|[^\w/:.$-])((?:\.?[\w-]+/)+[\w.-]*\w)`)
 	goFile     = regexp.MustCompile(`(?:^|[^\w/.-])([\w-]+\.go)\b`) // without a folder

@@ -47,7 +47,6 @@ func recordLen(family api.Family) int { return nft.AddrLen(family) + 1 }
 // Len returns the number of ranges.
 func (r Ranges) Len() int { return len(r.records) / recordLen(r.family) }
 
-// at returns the range with the index i.
 func (r Ranges) at(i int) netip.Prefix {
 	record := r.records[i*recordLen(r.family) : (i+1)*recordLen(r.family)]
 	addr, _ := netip.AddrFromSlice([]byte(record[:len(record)-1]))

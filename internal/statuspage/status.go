@@ -50,7 +50,7 @@ type Handler struct {
 	// in parts, until yield returns false. Default: the program does not count traffic.
 	Traffic func(ctx context.Context, yield func(types.NamespacedName, report.Traffic) bool) error
 
-	// Clients calls add for each open stream of a server. See remote.Server.Streams.
+	// The function Clients calls add for each open stream of a server. See remote.Server.Streams.
 	Clients func(add func(node, peer string, since time.Time, revision uint64))
 
 	pages pageTraffic

@@ -79,8 +79,8 @@ func (p program) start(args ...string) {
 	})
 }
 
-// eventually calls the function condition until its result ok is true. After the time
-// patience, the test fails.
+// eventually calls the function condition until its result ok is true. The test fails after
+// as much time as patience says.
 func eventually(t *testing.T, what string, condition func() (ok bool, state any)) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {

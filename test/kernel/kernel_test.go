@@ -66,8 +66,8 @@ func TestGuest(t *testing.T) {
 	}
 }
 
-// TestBackendsNameWhatIsMissing starts backends in guests that cannot load some of the
-// required kernel modules, or lack something else. A "|" separates the texts that the
+// TestBackendsNameWhatIsMissing starts backends in guests that lack something, such as
+// a required kernel module. A "|" separates the texts that the
 // output must contain.
 func TestBackendsNameWhatIsMissing(t *testing.T) {
 	command, start := build(t, "."), build(t, "./testdata/start")

@@ -60,9 +60,9 @@ type dependencies struct {
 	On  []string `json:"dependsOn"`
 }
 
-// printSBOM writes a bill of materials of a program. It has the modules in the program,
-// Go's standard library, and the modules that each of them imports. The packages of
-// Debian are further dependencies of the program. The bill has the time of the commit
+// printSBOM writes a bill of materials of a program. It has Go's
+// standard library, the modules in the program, and for each module those that it imports.
+// The packages of Debian are further dependencies of the program. The bill has the time of the commit
 // from which the program was built.
 func printSBOM(to io.Writer, file string, debs []string) error {
 	p, err := readProgram(file)

@@ -62,8 +62,8 @@ type backend struct {
 	// beginning is true if the next listing begins a pass. passing is true until the pass ends.
 	beginning, passing bool
 
-	// wanted has the frontends of the present operations. troubled maps each frontend whose
-	// last operation failed to its service.
+	// wanted has the frontends of the present operations.
+	// If the last operation of a frontend failed, troubled has its service.
 	wanted   map[frontend]bool
 	troubled map[frontend]types.NamespacedName
 	// void has the frontends without a load balancer: HNS has none of their endpoints.

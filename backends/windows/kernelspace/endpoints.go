@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/internal/hns"
 )
 
-// endpointIDs returns the sorted IDs of those endpoints of a policy that HNS has. The result
-// "all" is false if an endpoint is missing.
+// endpointIDs returns the sorted IDs of the endpoints of a policy. It omits endpoints that
+// HNS does not have. If it omits one, the result "all" is false.
 func (b *backend) endpointIDs(p *policy) (ids []string, all bool) {
 	if p.toRoot {
 		id, ok := b.rootEndpoint()

@@ -456,6 +456,22 @@ func TestReportsAreSorted(t *testing.T) {
 	}
 }
 
+// A listing omits two services that were never small enough.
+func TestListingDeletesRefusedServices(t *testing.T) {
+	state := cluster.New(cluster.Options{MaxElements: 1})
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a", 1, "10.0.0.1", 1, 2))
+		tx.SetService(service("b", 1, "10.0.0.2", 1, 2))
+	})
+	if diff := gocmp.Diff([]string{"refused a", "refused b"}, served(state)); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values([]*api.Service{})) })
+	if diff := gocmp.Diff([]string{}, served(state)); diff != "" {
+		t.Errorf("after the listing (-want +got):\n%s", diff)
+	}
+}
+
 // TestListingWithoutChanges lists the same objects again, in another order.
 func TestListingWithoutChanges(t *testing.T) {
 	state := cluster.New(cluster.Options{MaxElements: 2})

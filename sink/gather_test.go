@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -133,9 +134,11 @@ func TestPausesAfterChangesAtTheSameTime(t *testing.T) {
 			t.Helper()
 			at := time.Now()
 			n++
+			var views []*api.View
 			for _, k := range keys {
-				src.Set(view(k, n))
+				views = append(views, view(k, n))
 			}
+			src.Set(views...)
 			if err := d.WaitApplied(ctx, src.Revision()); err != nil {
 				t.Fatal(err)
 			}

@@ -517,6 +517,9 @@ func TestReadersFindWinnersDuringUpdates(t *testing.T) {
 			if got := snapshot.WithWinners(last).Lost[0].Winner; got != key(fmt.Sprint("s", i)) {
 				t.Errorf("after %d deletions, the owner is %s", i, got)
 			}
+			if got := last.Lost[0].Winner; got.Name != "" {
+				t.Errorf("after %d deletions, the state in the snapshot has the winner %s", i, got)
+			}
 		})
 		state.Update(func(tx *cluster.Tx) { tx.DeleteService(key(fmt.Sprint("s", i))) })
 	}

@@ -69,11 +69,11 @@ func TestReplaceReturnsWhatChanges(t *testing.T) {
 }
 
 // TestStatesWithoutLostClaimsAreNotCopied checks that WithWinners returns the same
-// pointer for a state without lost claims.
+// pointer for a state without lost claims, and for nil.
 func TestStatesWithoutLostClaimsAreNotCopied(t *testing.T) {
 	s := New(Options{}).Snapshot()
 	state := &api.ServiceState{Service: claimant("a", 1, "10.0.0.1", 1)}
-	if s.WithWinners(state) != state {
+	if s.WithWinners(state) != state || s.WithWinners(nil) != nil {
 		t.Error("the state is copied")
 	}
 }

@@ -447,6 +447,19 @@ func TestAStaleStateIsAChange(t *testing.T) {
 	}
 }
 
+func TestDeleteNode(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetNode(&api.Node{Name: "n1"})
+		tx.SetNode(&api.Node{Name: "n2"})
+	})
+	state.Update(func(tx *cluster.Tx) { tx.DeleteNode("n1") })
+	nodes := state.Snapshot().Nodes
+	if _, ok := nodes.Get("n2"); !ok || nodes.Len() != 1 {
+		t.Errorf("the state has %d nodes, want n2 only", nodes.Len())
+	}
+}
+
 // The last error of the source does not wake readers.
 func TestSourceErrorIsNoChange(t *testing.T) {
 	state := cluster.New(cluster.Options{})

@@ -40,13 +40,16 @@ func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr,
 	var err error
 	switch protocol {
 	case api.TCP:
-		dialer := net.Dialer{}
-		if from.IsValid() {
-			dialer.LocalAddr = &net.TCPAddr{IP: from.AsSlice()}
-		}
-		err = h.Do(func() (err error) { c, err = dialer.DialContext(ctx, "tcp", to.String()); return err })
+		err = h.withUnusedPort(func(port int) (err error) {
+			dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: from.AsSlice(), Port: port}}
+			c, err = dialer.DialContext(ctx, "tcp", to.String())
+			return err
+		})
 	case api.UDP:
-		c, err = h.dialUDP(from, to)
+		err = h.withUnusedPort(func(port int) (err error) {
+			c, err = net.DialUDP("udp", &net.UDPAddr{IP: from.AsSlice(), Port: port}, net.UDPAddrFromAddrPort(to))
+			return err
+		})
 	case api.SCTP:
 		c, err = h.dialStream(ctx, unix.IPPROTO_SCTP, from, to)
 	default:
@@ -60,19 +63,19 @@ func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr,
 
 func newConn(c net.Conn) *Conn { return &Conn{Conn: c, lines: bufio.NewReader(c)} }
 
-// dialUDP returns a socket whose source port was not used recently, so that connection
-// tracking sees a new flow.
-func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err error) {
+// withUnusedPort calls dial on the host, with a source port that was not used recently.
+// Connection tracking then sees a new connection. With a port that the kernel chooses, a
+// connection may get the entry of an earlier one: after a proxy resets a TCP connection, its
+// entry leads to the lost endpoint for some milliseconds.
+func (h *Host) withUnusedPort(dial func(port int) error) (err error) {
 	const first, number = 10000, 19000 // source ports below the kernel's ephemeral ports
 	for range 100 {
 		port := first + int(h.lastPort.Add(1)%number)
-		local := &net.UDPAddr{IP: from.AsSlice(), Port: port}
-		err = h.Do(func() (err error) { c, err = net.DialUDP("udp", local, net.UDPAddrFromAddrPort(to)); return err })
-		if !errors.Is(err, unix.EADDRINUSE) {
-			return c, err
+		if err = h.Do(func() error { return dial(port) }); !errors.Is(err, unix.EADDRINUSE) {
+			return err
 		}
 	}
-	return nil, err
+	return err
 }
 
 // Ask sends one request and returns the server's response. A caller may call Ask

@@ -19,7 +19,7 @@ type Host struct {
 	// Addrs are the host's addresses, except those added by planner.addLocalNetworks.
 	Addrs api.IPSet
 
-	// lastPort is the source port of the last UDP socket; see dialUDP.
+	// lastPort counts the source ports of sockets; see withUnusedPort.
 	lastPort atomic.Uint32
 	servers  []interface{ Close() error }
 }

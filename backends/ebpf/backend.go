@@ -25,7 +25,7 @@ import (
 // backend is the dataplane of this package. It programs services into another sink
 // and into eBPF maps.
 type backend struct {
-	opts  Options
+	opts  options
 	proxy sink.Sink
 
 	mu        sync.Mutex // guards the fields below
@@ -46,8 +46,6 @@ type backend struct {
 	beatAt time.Time
 	// repairAt is the time of the next repair by Verify.
 	repairAt time.Time
-	// verifyInterval is the shortest time between two comparisons with the kernel.
-	verifyInterval time.Duration
 }
 
 var (
@@ -93,19 +91,23 @@ var (
 //   - ambiguous: the source of an answer to the UDP socket could be wrong.
 //   - excluded: the process is in an excluded cgroup.
 func New(proxy sink.Sink, opts Options) (backends.Dataplane, error) {
-	b, err := newBackend(proxy, opts)
+	b, err := newBackend(proxy, options{public: opts})
 	if err != nil {
 		return nil, err
 	}
 	return b, nil
 }
 
-func newBackend(proxy sink.Sink, opts Options) (*backend, error) {
+func newBackend(proxy sink.Sink, opts options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ebpf options: %w", err)
 	}
 	opts.Observer = backendoptions.Observe(opts.Observer)
-	return &backend{opts: opts, proxy: proxy, verifyInterval: minPause}, nil
+	if opts.now == nil {
+		opts.now = time.Now
+	}
+	opts.verifyInterval = cmp.Or(opts.verifyInterval, minPause)
+	return &backend{opts: opts, proxy: proxy}, nil
 }
 
 // Unwrap returns the other sink, see [sink.As].
@@ -143,14 +145,14 @@ func (b *backend) start(ctx context.Context) (err error) {
 	if err := checkFileSystems(b.cgroup, b.opts.BPFFS); err != nil {
 		return err
 	}
-	p, err := load(ctx, &b.opts)
+	p, err := load(ctx, &b.opts.public)
 	if err != nil {
 		return err
 	}
 	b.programs, b.complete, b.exclusions = p, false, exclusions{missing: map[string]bool{}}
 	err = b.writeExcluded(ctx)
 	if err == nil {
-		err = p.attach(&b.opts, b.cgroup)
+		err = p.attach(&b.opts.public, b.cgroup)
 	}
 	if err != nil {
 		b.programs = nil
@@ -162,23 +164,28 @@ func (b *backend) start(ctx context.Context) (err error) {
 		b.udp = (&sweeper{netNS: p.netNSFD(), protocol: unix.IPPROTO_UDP, peers: p.UdpConns, lost: b.lostUDP}).start(ctx)
 	}
 	b.tcp = (&sweeper{netNS: p.netNSFD(), protocol: unix.IPPROTO_TCP, peers: p.TcpPeers, lost: b.lostTCP}).start(ctx)
-	b.repairAt = time.Now().Add(repairPause)
+	b.repairAt = b.opts.now().Add(repairPause)
 	d := &dataplane{
-		planner:   b.planner(),
-		frontends: kernelTable[frontendKey, list]{"frontends", p.Frontends},
-		slots:     kernelTable[slotKey, address]{"slots", p.Slots},
-		members:   kernelTable[memberKey, uint32]{"members", p.Members},
-		clientTables: clientTables{
-			clients: kernelTable[clientKey, choice]{"clients", p.Clients},
-			counts:  kernelTable[ipKey, uint64]{"client_counts", p.ClientCounts},
-			now:     p.time,
+		planner: b.planner(),
+		tables: tables{
+			frontends: kernelTable[frontendKey, list]{"frontends", p.Frontends},
+			slots:     kernelTable[slotKey, address]{"slots", p.Slots},
+			members:   kernelTable[memberKey, uint32]{"members", p.Members},
+			clientTables: clientTables{
+				clients: kernelTable[clientKey, choice]{"clients", p.Clients},
+				counts:  kernelTable[ipKey, uint64]{"client_counts", p.ClientCounts},
+				now:     p.time,
+			},
 		},
 		capacity: size{b.opts.MaxFrontends, b.opts.MaxEndpoints, b.opts.MaxMembers},
+	}
+	if b.opts.tables != nil {
+		d.tables = b.opts.tables(d.tables)
 	}
 	if b.opts.Stats {
 		d.owners = map[frontendKey]owner{}
 	}
-	b.dataplane = d.open(b.verifyInterval, b.opts.Observer.Drifted)
+	b.dataplane = d.open(b.opts.verifyInterval, b.opts.Observer.Drifted)
 	b.endAddresses = b.followAddresses(ctx)
 	return nil
 }
@@ -243,7 +250,7 @@ func (b *backend) remove() error {
 			defer lock.Close()
 		}
 	}
-	return remove(&b.opts, b.programs.netNSFD())
+	return remove(&b.opts.public, b.programs.netNSFD())
 }
 
 // Sync implements [sink.Sink]. It writes c to the maps, passes c to the other sink, and
@@ -321,7 +328,7 @@ const patience = 10 * time.Minute
 // checkAge makes the programs leave all connections to the other sink until the next pass
 // has ended.
 func (b *backend) checkAge() {
-	if b.complete && time.Since(b.beatAt) >= patience {
+	if b.complete && b.opts.now().Sub(b.beatAt) >= patience {
 		b.complete, b.repairAt = false, time.Time{}
 	}
 }
@@ -331,7 +338,7 @@ func (b *backend) beat() error {
 	if b.programs == nil {
 		return nil
 	}
-	b.beatAt = time.Now()
+	b.beatAt = b.opts.now()
 	return b.programs.beat()
 }
 
@@ -339,7 +346,7 @@ func (b *backend) beat() error {
 // pause also applies to the next process.
 func (b *backend) fail(ctx context.Context, err error) {
 	b.complete, b.dataplane.lists = false, nil
-	b.repairAt = time.Now().Add(repairPause)
+	b.repairAt = b.opts.now().Add(repairPause)
 	if b.programs != nil {
 		err = errors.Join(err, b.programs.pause())
 	}
@@ -376,7 +383,7 @@ func (b *backend) verify(ctx context.Context) error {
 	if err := b.writeExcluded(ctx); err != nil {
 		return err
 	}
-	now := time.Now()
+	now := b.opts.now()
 	if now.Before(b.repairAt) {
 		return nil
 	}
@@ -395,7 +402,7 @@ func (b *backend) verify(ctx context.Context) error {
 	if err == nil && b.opts.Stats {
 		err = b.forgetPairs(ctx)
 	}
-	b.repairAt = time.Now().Add(minPause)
+	b.repairAt = b.opts.now().Add(minPause)
 	// A socket may have been slow to connect to an endpoint that was removed meanwhile.
 	b.udp.request()
 	if len(b.resets) > 0 {
@@ -405,12 +412,12 @@ func (b *backend) verify(ctx context.Context) error {
 }
 
 func (b *backend) reattach(ctx context.Context) error {
-	if b.programs.attached(&b.opts, b.cgroup) {
+	if b.programs.attached(&b.opts.public, b.cgroup) {
 		return nil
 	}
 	klog.FromContext(ctx).Info("Another program detached eBPF programs; attaching them again", "cgroup", b.cgroup)
 	b.opts.Observer.Drifted(true)
-	return b.programs.attach(&b.opts, b.cgroup)
+	return b.programs.attach(&b.opts.public, b.cgroup)
 }
 
 // VerifyInterval returns the time between two calls of Verify. It is the interval of the

@@ -36,7 +36,7 @@ func TestConformance(t *testing.T) {
 			if err != nil {
 				return nil, err
 			}
-			return newBackend(proxy, Options{Options: backends.Options{Instance: site.Instance, NodeAddresses: addrs, Stats: true}, Cgroup: site.Cgroup, BPFFS: bpffs, MaxFrontends: 4096, MaxEndpoints: 1 << 14, MaxMembers: 1 << 14, MaxClients: 4096})
+			return New(proxy, Options{Options: backends.Options{Instance: site.Instance, NodeAddresses: addrs, Stats: true}, Cgroup: site.Cgroup, BPFFS: bpffs, MaxFrontends: 4096, MaxEndpoints: 1 << 14, MaxMembers: 1 << 14, MaxClients: 4096})
 		})
 	}
 	conformance.Run(t, makeSink, conformance.Options{

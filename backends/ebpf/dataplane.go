@@ -27,10 +27,7 @@ import (
 // need them. A dataplane is not safe for concurrent use.
 type dataplane struct {
 	planner
-	frontends table[frontendKey, list]
-	slots     table[slotKey, address]
-	members   table[memberKey, uint32]
-	clientTables
+	tables
 	// capacity is the size of the maps, and the field used has the numbers of their
 	// elements.
 	capacity, used size
@@ -56,6 +53,14 @@ type dataplane struct {
 	freed bool
 	// lostUDP is true if a UDP frontend may have lost endpoints since sync has begun.
 	lostUDP bool
+}
+
+// tables are the maps that a dataplane reads and changes.
+type tables struct {
+	frontends table[frontendKey, list]
+	slots     table[slotKey, address]
+	members   table[memberKey, uint32]
+	clientTables
 }
 
 // frontend is the value of an object: the digest of the list of a frontend. It is 0 for a

@@ -17,6 +17,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -95,6 +96,9 @@ type fakeKernel struct {
 	members   fakeTable[memberKey, uint32]
 	clients   fakeTable[clientKey, choice]
 	counted   fakeTable[ipKey, uint64]
+	// share is the planner's field of this name, and time is in nanoseconds since the boot.
+	share size
+	time  uint64
 	// The keys of seen are the IDs of lists that frontends have used. The values are the
 	// endpoints of these lists.
 	seen map[uint64][]address
@@ -103,7 +107,7 @@ type fakeKernel struct {
 }
 
 func newFakeKernel(t *testing.T, frontends, slots, members int) *fakeKernel {
-	k := &fakeKernel{t: t}
+	k := &fakeKernel{t: t, share: unlimited}
 	k.frontends = fakeTable[frontendKey, list]{elements: map[frontendKey]list{}, max: frontends, check: k.check}
 	k.slots = fakeTable[slotKey, address]{elements: map[slotKey]address{}, max: slots, check: k.check}
 	k.members = fakeTable[memberKey, uint32]{elements: map[memberKey]uint32{}, max: members, check: k.check}
@@ -117,9 +121,11 @@ func (k *fakeKernel) restart() {
 	k.seen = map[uint64][]address{}
 	k.counted = fakeTable[ipKey, uint64]{elements: map[ipKey]uint64{}, max: 1000, check: func() {}}
 	d := &dataplane{
-		clientTables: clientTables{clients: &k.clients, counts: &k.counted, now: func() uint64 { return 0 }},
-		planner:      planner{seed: maphash.MakeSeed(), share: unlimited},
-		frontends:    &k.frontends, slots: &k.slots, members: &k.members,
+		planner: planner{seed: maphash.MakeSeed(), share: k.share},
+		tables: tables{
+			frontends: &k.frontends, slots: &k.slots, members: &k.members,
+			clientTables: clientTables{clients: &k.clients, counts: &k.counted, now: func() uint64 { return k.time }},
+		},
 		capacity: size{k.frontends.max, k.slots.max, k.members.max},
 	}
 	k.dataplane = d.open(-1, func(now bool) { k.drifted = k.drifted || now })
@@ -322,21 +328,21 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	var result error
 	var used []int
+	observer := &backendtest.Observer{OnHolds: func(kind string, n int) {
+		if kind == "frontends" {
+			used = append(used, n)
+		}
+	}}
 	b, err := newBackend(sink.Func(func(context.Context, *sink.Changes) error {
 		if result == nil {
 			panic("broken")
 		}
 		return result
-	}), Options{})
+	}), options{public: Options{Options: backends.Options{Observer: observer}}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	b.dataplane = k.dataplane
-	b.opts.Observer = &backendtest.Observer{OnHolds: func(kind string, n int) {
-		if kind == "frontends" {
-			used = append(used, n)
-		}
-	}}
 	services := map[string]*api.View{}
 	broken := errors.New("broken")
 	for i, step := range []error{broken, &sink.Failed{{Namespace: "default", Name: "other"}: broken}, nil} {
@@ -363,7 +369,7 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 // service.
 func TestPanicFailsOneService(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
-	b, err := newBackend(noProxy, Options{})
+	b, err := newBackend(noProxy, options{})
 	if err != nil {
 		t.Fatal(err)
 	}

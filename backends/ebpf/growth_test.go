@@ -151,6 +151,7 @@ func TestOneServiceCannotFillTheMaps(t *testing.T) {
 		if name == "members" {
 			k.share.members = 32
 		}
+		k.restart()
 		all := map[string]*api.View{"other": other, "web": test.fits}
 		k.written(sink.Changes{First: true, Last: true}, other, test.fits)
 		if k.usage().servicesLeft != 0 {
@@ -212,7 +213,7 @@ func TestClientsEndWithTheirService(t *testing.T) {
 		}
 	}
 	mustCount("clients", map[ipKey]uint64{ipOf(a): 3, ipOf(b): 3})
-	k.now = func() uint64 { return 13e9 }
+	k.time = 13e9
 	mustCount("timeout", map[ipKey]uint64{ipOf(a): 2, ipOf(b): 2})
 	k.written(sink.Changes{}, view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))
 	mustCount("no affinity", map[ipKey]uint64{ipOf(b): 2})
@@ -221,6 +222,7 @@ func TestClientsEndWithTheirService(t *testing.T) {
 	}
 	k.written(sink.Changes{First: true, Last: true}, a, b)
 	mustCount("another pass", map[ipKey]uint64{ipOf(a): 0, ipOf(b): 2})
+	k.time = 0
 	k.restart()
 	k.written(sink.Changes{First: true, Last: true}, a, b)
 	mustCount("restart", map[ipKey]uint64{ipOf(a): 0, ipOf(b): 3})

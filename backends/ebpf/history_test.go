@@ -16,7 +16,6 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -36,15 +35,16 @@ func TestHistories(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		made++
 		name := fmt.Sprint(made)
-		opts := Options{
+		var b *backend
+		var f tableFaults
+		var clock skippingClock
+		opts := options{tables: f.in, now: clock.now, verifyInterval: -1, public: Options{
 			Options: backends.Options{Instance: name}, Cgroup: filepath.Join(cgroup, name), BPFFS: bpffs,
 			MaxFrontends: 1024, MaxEndpoints: 4096, MaxMembers: 4096, MaxClients: 1024,
-		}
+		}}
 		if err := os.Mkdir(opts.Cgroup, 0o755); err != nil {
 			tb.Fatal(err)
 		}
-		var b *backend
-		var f tableFaults
 		tb.Cleanup(func() {
 			if err := errors.Join(b.Cleanup(context.Background()), os.Remove(opts.Cgroup)); err != nil {
 				tb.Error(err)
@@ -56,8 +56,7 @@ func TestHistories(t *testing.T) {
 				if b, err = newBackend(sink.Func(f.sync), opts); err != nil {
 					tb.Fatal(err)
 				}
-				b.verifyInterval = -1
-				return &historySink{backend: b, faults: &f}
+				return b
 			},
 			Objects: func() []string { return objects(tb, b) },
 			Disturb: func(random *rand.Rand) func() {
@@ -66,33 +65,24 @@ func TestHistories(t *testing.T) {
 			},
 			Drift: func(random *rand.Rand) { drift(tb, b, random) },
 			Verify: func(ctx context.Context, s sink.Sink) error {
-				b.repairAt = time.Time{}
+				clock.skip(repairPause)
 				return b.Verify(ctx)
 			},
 		}
 	})
 }
 
-// historySink is a backend whose maps have faults.
-type historySink struct {
-	*backend
-	faults *tableFaults
-}
-
-func (s *historySink) Start(ctx context.Context) error {
-	err := s.backend.Start(ctx)
-	if err == nil {
-		d := s.dataplane
-		d.frontends = faultyTable[frontendKey, list]{d.frontends, s.faults}
-		d.slots = faultyTable[slotKey, address]{d.slots, s.faults}
-		d.members = faultyTable[memberKey, uint32]{d.members, s.faults}
-		d.counts = faultyTable[ipKey, uint64]{d.counts, s.faults}
-	}
-	return err
-}
-
 // tableFaults makes operations fail at random, unless random is nil.
 type tableFaults struct{ random *rand.Rand }
+
+// in returns tables with these faults.
+func (f *tableFaults) in(t tables) tables {
+	t.frontends = faultyTable[frontendKey, list]{t.frontends, f}
+	t.slots = faultyTable[slotKey, address]{t.slots, f}
+	t.members = faultyTable[memberKey, uint32]{t.members, f}
+	t.counts = faultyTable[ipKey, uint64]{t.counts, f}
+	return t
+}
 
 func (f *tableFaults) fails(n int) bool { return f.random != nil && f.random.IntN(n) == 0 }
 

@@ -537,7 +537,8 @@ func (n *node) withHeartbeat(f func(*ebpf.Map) error) {
 // testNotRevived imitates a process that ends again and again, for example because the API
 // server is unreachable.
 func testNotRevived(t *testing.T) {
-	n := newNode(t, Options{})
+	below, errs := &failingStart{Sink: noProxy}, &tableErrors{}
+	n := newNodeAbove(t, below, options{tables: errs.inAll})
 	n.serveAt(endpoints[0])
 	web := view("web", []string{"10.96.0.1"}, endpoints[:1], nil)
 	n.pass(web)
@@ -545,12 +546,12 @@ func testNotRevived(t *testing.T) {
 	if err := n.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	n.below = startFails{}
+	below.err = errBroken
 	if err := n.tryStart(); !errors.Is(err, errBroken) {
 		t.Errorf("error %v, want %v", err, errBroken)
 	}
 	n.mustNotReach("10.96.0.1:80")
-	n.below = noProxy
+	below.err = nil
 	n.restart()
 	n.mustNotReach("10.96.0.1:80")
 	if err := n.Verify(t.Context()); err != nil {
@@ -564,7 +565,7 @@ func testNotRevived(t *testing.T) {
 
 	// The process was frozen, and its services may be old.
 	n.setAge(11 * time.Minute)
-	n.beatAt = n.beatAt.Add(-11 * time.Minute)
+	n.clock.skip(11 * time.Minute)
 	n.set(web)
 	n.mustNotReach("10.96.0.1:80")
 	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
@@ -575,21 +576,23 @@ func testNotRevived(t *testing.T) {
 	n.mustReachOnce("10.96.0.1:80", endpoints[0])
 
 	// After an error, the maps may miss changes. So the next process must not use them either.
-	n.dataplane.frontends = &brokenTable[frontendKey, list]{table: n.dataplane.frontends, deleteErr: errBroken}
-	n.dataplane.slots = &brokenTable[slotKey, address]{table: n.dataplane.slots, deleteErr: errBroken}
-	n.dataplane.members = &brokenTable[memberKey, uint32]{table: n.dataplane.members, deleteErr: errBroken}
+	errs.delete = errBroken
 	n.delete("web")
 	n.mustNotReach("10.96.0.1:80")
+	errs.delete = nil
 	n.restart()
 	n.mustNotReach("10.96.0.1:80")
 	n.pass(web)
 	n.mustReachOnce("10.96.0.1:80", endpoints[0])
 }
 
-// startFails is a sink whose Start fails.
-type startFails struct{ sink.Func }
+// failingStart is a sink whose Start returns err.
+type failingStart struct {
+	sink.Sink
+	err error
+}
 
-func (startFails) Start(context.Context) error { return errBroken }
+func (s *failingStart) Start(context.Context) error { return s.err }
 
 // timeNamespaceVariable is the environment variable that gives TestInTimeNamespace its
 // cgroup.
@@ -637,7 +640,7 @@ func TestInTimeNamespace(t *testing.T) {
 	if cgroup == "" {
 		return
 	}
-	b, err := newBackend(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
+	b, err := newBackend(noProxy, options{public: Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -653,16 +656,22 @@ func TestInTimeNamespace(t *testing.T) {
 
 // testSlowSink makes a connection while the other sink's Sync has not returned.
 func testSlowSink(t *testing.T) {
-	n := newNode(t, Options{})
+	var n *node
+	syncs := 0
+	n = newNodeAbove(t, sink.Func(func(context.Context, *sink.Changes) error {
+		if syncs++; syncs == 2 {
+			n.mustReachOnce("10.96.0.1:80", endpoints[1])
+		}
+		return nil
+	}), options{})
 	n.serveAt(endpoints[0])
 	n.serveAt(endpoints[1])
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
 	n.mustReachOnce("10.96.0.1:80", endpoints[0])
-	n.proxy = sink.Func(func(context.Context, *sink.Changes) error {
-		n.mustReachOnce("10.96.0.1:80", endpoints[1])
-		return nil
-	})
 	n.set(view("web", []string{"10.96.0.1"}, endpoints[1:2], nil))
+	if syncs != 2 {
+		t.Errorf("the other sink got %d batches, want 2", syncs)
+	}
 }
 
 // testClientsOfOneService makes more clients of a service than it may have: a client for
@@ -980,7 +989,7 @@ func TestInvalidExcludedCgroups(t *testing.T) {
 func testHostNetworkOnly(t *testing.T) {
 	if _, err := netNSCookie(); err != nil {
 		// The start must fail with this error on Linux before 5.14.
-		b, newErr := newBackend(noProxy, Options{HostNetworkOnly: true, BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir})
+		b, newErr := newBackend(noProxy, options{public: Options{HostNetworkOnly: true, BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir}})
 		if newErr != nil {
 			t.Fatal(newErr)
 		}
@@ -1436,41 +1445,54 @@ func testFull(t *testing.T) {
 
 // verify runs Verify and makes it compare the maps with the records.
 func (n *node) verify() error {
-	n.repairAt = time.Time{}
+	n.clock.skip(repairPause)
 	return n.Verify(n.t.Context())
 }
 
-// brokenTable is a table. Its method set fails while setErr is not nil, and its method
-// delete fails while deleteErr is not nil.
+// tableErrors are the errors of a brokenTable: its method set fails while the field set is
+// not nil, and its method delete fails while the field delete is not nil.
+type tableErrors struct{ set, delete error }
+
 type brokenTable[K comparable, V any] struct {
 	table[K, V]
-	setErr, deleteErr error
+	errs *tableErrors
 }
 
-func (t *brokenTable[K, V]) set(keys []K, values []V) (int, error) {
-	if t.setErr != nil {
-		return 0, t.setErr
+func (t brokenTable[K, V]) set(keys []K, values []V) (int, error) {
+	if t.errs.set != nil {
+		return 0, t.errs.set
 	}
 	return t.table.set(keys, values)
 }
 
-func (t *brokenTable[K, V]) delete(keys []K) error {
-	if t.deleteErr != nil {
-		return t.deleteErr
+func (t brokenTable[K, V]) delete(keys []K) error {
+	if t.errs.delete != nil {
+		return t.errs.delete
 	}
 	return t.table.delete(keys)
 }
 
+// inSlots returns tables of which the table slots has these errors.
+func (e *tableErrors) inSlots(t tables) tables {
+	t.slots = brokenTable[slotKey, address]{t.slots, e}
+	return t
+}
+
+// inAll returns tables of frontends, slots and members that have these errors.
+func (e *tableErrors) inAll(t tables) tables {
+	t.frontends = brokenTable[frontendKey, list]{t.frontends, e}
+	t.members = brokenTable[memberKey, uint32]{t.members, e}
+	return e.inSlots(t)
+}
+
 func testVerifyRetries(t *testing.T) {
-	n := newNode(t, Options{})
+	errs := &tableErrors{set: unix.ENOMEM}
+	n := newNodeAbove(t, failingVerifier{noProxy}, options{tables: errs.inSlots})
 	n.serve()
-	slots := &brokenTable[slotKey, address]{table: n.dataplane.slots, setErr: unix.ENOMEM}
-	n.dataplane.slots = slots
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
 	n.mustNotReach("10.96.0.1:80")
-	slots.setErr = nil
+	errs.set = nil
 	// Verify must repair the maps although the other sink's Verify fails.
-	n.proxy = failingVerifier{n.proxy}
 	if err := n.verify(); !errors.Is(err, errBroken) {
 		t.Errorf("error %v, want %v", err, errBroken)
 	}
@@ -1484,16 +1506,14 @@ type failingVerifier struct{ sink.Sink }
 func (failingVerifier) Verify(context.Context) error { return errBroken }
 
 func testMapError(t *testing.T) {
-	n := newNode(t, Options{})
+	delivered, errs := 0, &tableErrors{}
+	below := sink.Func(func(context.Context, *sink.Changes) error { delivered++; return nil })
+	n := newNodeAbove(t, below, options{tables: errs.inSlots})
 	n.serve()
-	slots := &brokenTable[slotKey, address]{table: n.dataplane.slots}
-	n.dataplane.slots = slots
-	delivered := 0
-	n.proxy = sink.Func(func(context.Context, *sink.Changes) error { delivered++; return nil })
 	ips := []string{"10.96.0.1"}
 	n.pass(view("web", ips, endpoints[:1], nil))
 	n.mustReach("10.96.0.1:80", endpoints[0])
-	slots.deleteErr = errBroken
+	errs.delete = errBroken
 	web := view("web", ips, endpoints[1:2], nil)
 	for range 3 {
 		n.set(web)
@@ -1512,7 +1532,7 @@ func testMapError(t *testing.T) {
 	if delivered != 6 {
 		t.Errorf("the other sink got %d batches, want 6", delivered)
 	}
-	slots.deleteErr = nil
+	errs.delete = nil
 	if err := n.verify(); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("error %v, want a new pass", err)
 	}
@@ -1664,7 +1684,7 @@ func testStartErrors(t *testing.T) {
 		"is not in a file system of type cgroup2": {BPFFS: bpffs, Cgroup: t.TempDir()},
 		"no such file or directory":               {BPFFS: bpffs, Cgroup: "/nowhere"},
 	} {
-		b, err := newBackend(noProxy, opts)
+		b, err := newBackend(noProxy, options{public: opts})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -1684,7 +1704,7 @@ func testForeignDirectory(t *testing.T) {
 			return errors.Join(os.Remove(dir), os.Symlink(opts.BPFFS, dir))
 		},
 	} {
-		b, err := newBackend(noProxy, opts)
+		b, err := newBackend(noProxy, options{public: opts})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -1738,18 +1758,18 @@ func TestWithFewCapabilities(t *testing.T) {
 	if cgroup == "" {
 		return
 	}
-	b, err := newBackend(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
+	clock := &skippingClock{}
+	b, err := newBackend(noProxy, options{now: clock.now, public: Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{backend: b, t: t}
+	n := &node{backend: b, t: t, clock: clock}
 	for range 2 {
 		if err := n.Start(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		n.pass(view("web", []string{"10.96.0.1"}, endpoints, nil))
-		n.repairAt = time.Time{}
-		if err := n.Verify(t.Context()); err != nil {
+		if err := n.verify(); err != nil {
 			t.Fatal(err)
 		}
 		if err := n.Stop(t.Context()); err != nil {

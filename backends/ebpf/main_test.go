@@ -8,7 +8,9 @@ import (
 	"context"
 	"os"
 	"slices"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
@@ -47,26 +49,41 @@ func mountBPFFS(t testing.TB) string {
 	return dir
 }
 
-// node is a backend with a network namespace and a cgroup of its own. Unless the field
-// below is set, the backend has no other sink, so only the programs translate
-// connections.
+// node is a backend with a network namespace and a cgroup of its own.
 type node struct {
 	*backend
 	t     testing.TB
 	ns    *netnstest.Namespace
-	opts  Options
+	opts  options
 	below sink.Sink
+	clock *skippingClock
 }
 
+// newNode starts a backend without another sink, so only the programs translate
+// connections.
 func newNode(t testing.TB, opts Options) *node {
 	t.Helper()
-	n := &node{t: t, ns: netnstest.New(t), opts: opts, below: noProxy}
+	return newNodeAbove(t, noProxy, options{public: opts})
+}
+
+// newNodeAbove starts a backend above another sink.
+func newNodeAbove(t testing.TB, below sink.Sink, opts options) *node {
+	t.Helper()
+	n := &node{t: t, ns: netnstest.New(t), opts: opts, below: below, clock: &skippingClock{}}
+	n.opts.verifyInterval, n.opts.now = -1, n.clock.now
 	n.ns.Cgroup = netnstest.NewCgroup(t)
 	n.opts.BPFFS, n.opts.Cgroup = mountBPFFS(t), n.ns.Cgroup.Dir
 	n.restart()
 	t.Cleanup(n.remove)
 	return n
 }
+
+// skippingClock is the real clock plus the time that a test has skipped.
+type skippingClock struct{ skipped atomic.Int64 }
+
+func (c *skippingClock) skip(d time.Duration) { c.skipped.Add(int64(d)) }
+
+func (c *skippingClock) now() time.Time { return time.Now().Add(time.Duration(c.skipped.Load())) }
 
 // remove stops the backend and cleans up.
 func (n *node) remove() {
@@ -97,7 +114,6 @@ func (n *node) tryStart() error {
 		n.t.Fatal(err)
 	}
 	n.backend = b
-	b.verifyInterval = -1
 	return n.ns.Do(func() error { return b.Start(n.t.Context()) })
 }
 

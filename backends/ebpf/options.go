@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
@@ -94,6 +95,20 @@ type Options struct {
 	// that were unused for the longest time. The programs handle at most MaxClients
 	// connected UDP sockets, and leave others to the other sink. Default: 65,536.
 	MaxClients int
+}
+
+type public = Options
+
+// options are the public options, and what only tests replace.
+type options struct {
+	public
+	// tables replaces the tables of a new dataplane. Default: they stay.
+	tables func(tables) tables
+	// now is the clock of heartbeats and repairs. Default: [time.Now].
+	now func() time.Time
+	// verifyInterval is the shortest time between two comparisons with the kernel. Default:
+	// minPause.
+	verifyInterval time.Duration
 }
 
 var instanceName = regexp.MustCompile(`^[A-Za-z0-9_-]{0,64}$`)

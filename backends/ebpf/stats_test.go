@@ -55,11 +55,11 @@ func (n *node) mustCount(step string, want map[string]int64) {
 }
 
 func testStats(t *testing.T) {
-	n := newNode(t, Options{})
+	n := newNodeAbove(t, counting{noProxy}, options{})
 	if err := n.Stats(t.Context(), nil); !errors.Is(err, errNoStats) {
 		t.Errorf("error %v, want %v", err, errNoStats)
 	}
-	n.opts.Stats, n.below = true, counting{noProxy}
+	n.opts.Stats = true
 	n.restart()
 	n.serve()
 	n.echo(2)

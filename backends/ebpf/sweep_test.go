@@ -170,9 +170,7 @@ type resetsBelow struct{ sink.Sink }
 func (resetsBelow) Honours() nodeview.Parameters { return nodeview.Parameters{Resets: true} }
 
 func testResetTCP(t *testing.T) {
-	n := newNode(t, Options{})
-	n.below = resetsBelow{noProxy}
-	n.restart()
+	n := newNodeAbove(t, resetsBelow{noProxy}, options{})
 	for _, addr := range []string{endpoints[0], endpoints[3]} {
 		n.ns.Add(t, "lo", addr)
 		netnstest.Listen(t, n.ns.Do, net.JoinHostPort(addr, "8080"), func(c net.Conn) { io.Copy(c, c) })

@@ -27,7 +27,7 @@ func (n *node) specs() map[string]*ebpf.MapSpec {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	return mapSpecs(spec, &n.backend.opts)
+	return mapSpecs(spec, &n.backend.opts.public)
 }
 
 // repin replaces a file of the directory by a map.
@@ -248,7 +248,7 @@ func testInterruptedStart(t *testing.T) {
 		}
 		n.repin([]string{"udp_peers", "frontends"}[attached%2], other)
 		other.Close()
-		p, err := load(t.Context(), &n.backend.opts)
+		p, err := load(t.Context(), &n.backend.opts.public)
 		if err != nil {
 			t.Fatal(err)
 		}

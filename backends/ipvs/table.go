@@ -77,8 +77,7 @@ const maxTransaction = 20_000
 func newTable(opts *options) *table {
 	c := nft.NewConn(opts.NetNS, opts.tableName(), describeElement)
 	if opts.exchange != nil {
-		send := c.Exchange
-		c.Exchange = func(batch []byte) error { return opts.exchange(batch, send) }
+		c.Exchange = opts.exchange
 	}
 	return &table{
 		opts: opts, conn: c,

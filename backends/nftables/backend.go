@@ -63,9 +63,6 @@ func newBackend(opts options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
 	}
-	if opts.exchange == nil {
-		opts.exchange = func(batch []byte, send func([]byte) error) error { return send(batch) }
-	}
 	if opts.now == nil {
 		opts.now = time.Now
 	}

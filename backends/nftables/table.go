@@ -81,8 +81,9 @@ type table struct {
 func newTable(opts *options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
 	c.Transacted = opts.Observer.Wrote
-	send := c.Exchange
-	c.Exchange = func(batch []byte) error { return opts.exchange(batch, send) }
+	if opts.exchange != nil {
+		c.Exchange = opts.exchange
+	}
 	return &table{
 		opts: opts, conn: c, reader: reader{conn: newConn(opts.NetNS, "")}, numbers: newNumbers(),
 		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},

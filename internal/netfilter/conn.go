@@ -28,8 +28,9 @@ type Conn struct {
 	// Transacted is called after each attempt at a transaction, with its size in bytes and
 	// its error or nil. Default: none.
 	Transacted func(size int, err error)
-	// Exchange sends a batch and receives the answer. Tests replace this function.
-	Exchange func(batch []byte) error
+	// Exchange sends the batch of a transaction and receives the answer, by a call of send.
+	// Default: only calls send.
+	Exchange func(batch []byte, send func(batch []byte) error) error
 	// Commits is the number of transactions that took effect.
 	Commits uint32
 
@@ -54,13 +55,12 @@ const (
 // NewConn returns a connection in the network namespace of the file descriptor netNS, or
 // of the process if netNS is 0. The first request opens the connection.
 func NewConn(netNS int) *Conn {
-	c := &Conn{
+	return &Conn{
 		Describe:   func(uint16, []byte, int) string { return "" },
 		Transacted: func(int, error) {},
+		Exchange:   func(batch []byte, send func([]byte) error) error { return send(batch) },
 		netNS:      netNS,
 	}
-	c.Exchange = c.transactOnce
-	return c
 }
 
 func (c *Conn) open() error {
@@ -128,7 +128,7 @@ func (c *Conn) TransactAt(ctx context.Context, generation uint32, fill func(*Bui
 	}
 	w.endBatch()
 	for attempt := 0; ; attempt++ {
-		err := c.Exchange(w.b)
+		err := c.Exchange(w.b, c.transactOnce)
 		c.Transacted(w.Len(), err)
 		if err == nil {
 			c.Commits++

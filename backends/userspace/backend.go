@@ -69,20 +69,19 @@ func newBackend(opts settings) (*backend, error) {
 	}
 	b := &backend{
 		engine: engine{
-			opts:       &opts,
-			log:        klog.Background(),
-			local:      newReferences(opts.addresses),
-			buffers:    newBuffers(),
-			pipes:      newPipes(),
-			batches:    newBatches(),
-			drainEnded: make(chan struct{}),
+			opts:        &opts,
+			log:         klog.Background(),
+			local:       newReferences(opts.addresses),
+			buffers:     newBuffers(),
+			pipes:       opts.pipes,
+			batches:     newBatches(),
+			udp:         newUDPClients(min(opts.MaxUDPClients, openFilesLimit()/2)),
+			descriptors: opts.descriptors,
+			drainEnded:  make(chan struct{}),
 		},
 		services: map[types.NamespacedName]*service{},
 	}
 	b.sockets.all = map[socketAddr]*service{}
-	limit := openFilesLimit()
-	b.descriptors = newDescriptors(limit - limit/10) // one tenth of the limit is for other purposes
-	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
 	var err error
 	if b.machine, err = nodeaddrs.New(nodeaddrs.Options{Selection: everyAddress}); err != nil {
 		return nil, err

@@ -94,18 +94,12 @@ func syncChange(t *testing.T, b *backend, next *api.View) error {
 func TestServiceWithTooManyListenersIsRefused(t *testing.T) {
 	first := netip.MustParseAddr("10.97.0.1")
 	to := netip.MustParseAddrPort("127.0.0.1:80")
-	for name, opts := range map[string]struct {
-		options     settings
-		descriptors int // for listeners, or 0
-	}{
-		"above Options.MaxListeners":              {settings{Options: Options{MaxListeners: 40}}, 0},
-		"above a quarter of the file descriptors": {settings{}, 160},
+	for name, opts := range map[string]settings{
+		"above Options.MaxListeners":              {Options: Options{MaxListeners: 40}},
+		"above a quarter of the file descriptors": {descriptors: &descriptors{free: 1000, maxListeners: 160}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b, a, opened := startBackend(t, opts.options)
-			if opts.descriptors > 0 {
-				b.descriptors.maxListeners = opts.descriptors
-			}
+			b, a, opened := startBackend(t, opts)
 			for _, endpoints := range [][]netip.AddrPort{{to}, nil} { // a later endpoint must not be the cause of a failure
 				wide := wideService("wide", first, 41, 1, endpoints...)
 				if err := syncChange(t, b, wide); err == nil || !strings.Contains(err.Error(), "listeners") {

@@ -94,32 +94,19 @@ func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
 	}
 }
 
-// limitDescriptors lets connections and UDP clients use at most n file descriptors.
-func (w *world) limitDescriptors(n int) {
-	w.descriptors.mu.Lock()
-	defer w.descriptors.mu.Unlock()
-	w.descriptors.free = n
-	w.limit = n + w.listening()
-}
-
-// listening returns the number of descriptors that listeners use.
-func (w *world) listening() (n int) {
-	w.backend.mu.Lock()
-	defer w.backend.mu.Unlock()
-	for _, s := range w.services {
-		n += len(s.listeners)
-	}
-	return n
+// someDescriptors returns descriptors for the given numbers of listeners, and of connections
+// and UDP clients.
+func someDescriptors(listeners, others int) *descriptors {
+	return &descriptors{free: listeners + others, maxListeners: 100}
 }
 
 // TestServiceCannotUseAllDescriptors connects more clients to a service than its share of
 // descriptors allows.
 func TestServiceCannotUseAllDescriptors(t *testing.T) {
-	w := newWorld(t, settings{})
+	w := newWorld(t, settings{descriptors: someDescriptors(2, 50)})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
 	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).addEndpoints(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
-	w.limitDescriptors(50)
 	var clients []*client
 	served := make(chan int, 100)
 	for i := range cap(served) {
@@ -154,11 +141,10 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 // TestFullShareDoesNotAffectOtherServices makes a client of one service wait, because
 // that service has used its share of descriptors.
 func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
-	w := newWorld(t, settings{})
+	w := newWorld(t, settings{descriptors: someDescriptors(2, 50)})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
 	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).addEndpoints(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
-	w.limitDescriptors(50)
 	var clients []*client
 	for range 20 {
 		c := dial(t, "127.0.0.2", port)

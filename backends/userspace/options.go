@@ -81,6 +81,10 @@ type settings struct {
 	sockets sockets
 	// clock measures the timeouts of UDP clients and affinity. Default: the real clock.
 	clock clock.WithTicker
+	// descriptors has the file descriptors that the backend may use, and pipes opens pipes.
+	// Default: most descriptors of the process, and pipes of the kernel.
+	descriptors *descriptors
+	pipes       *pipes
 }
 
 // dialTimeouts are the time limits of the first and later attempts to connect to an
@@ -116,6 +120,13 @@ func (s *settings) complete() error {
 	}
 	if s.clock == nil {
 		s.clock = clock.RealClock{}
+	}
+	if s.descriptors == nil {
+		limit := openFilesLimit()
+		s.descriptors = newDescriptors(limit - limit/10) // one tenth of the limit is for other purposes
+	}
+	if s.pipes == nil {
+		s.pipes = newPipes()
 	}
 	if s.sockets == nil {
 		s.sockets = hostSockets{anyAddress: s.addresses != nil}

@@ -65,8 +65,7 @@ func TestEndpointMaySendFirst(t *testing.T) {
 }
 
 func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
-	w := newWorld(t, settings{})
-	w.pipes.open = func() (*pipe, error) { return nil, errors.New("too many open files") }
+	w := newWorld(t, settings{pipes: &pipes{open: func() (*pipe, error) { return nil, errors.New("too many open files") }}})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
 	c := dial(t, "127.0.0.2", port)
@@ -83,14 +82,13 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 // TestServiceAtItsShareOfDescriptorsGetsNoPipes runs a backend with descriptors for only
 // one connection, so that none is left for a pipe.
 func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
-	w := newWorld(t, settings{})
-	w.pipes.open = func() (*pipe, error) {
+	none := &pipes{open: func() (*pipe, error) {
 		t.Error("a pipe is opened")
 		return newPipe()
-	}
+	}}
+	w := newWorld(t, settings{descriptors: someDescriptors(1, 2), pipes: none})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
-	w.limitDescriptors(2)
 	c := dial(t, "127.0.0.2", port)
 	go c.Write(make([]byte, 4<<20))
 	if _, err := io.CopyN(io.Discard, c, 4<<20); err != nil {

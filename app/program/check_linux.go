@@ -74,7 +74,8 @@ var otherProxies = []struct{ prefix, name, text string }{
 	{"DOCKER", "Docker", "kpng works beside it; Docker may drop forwarded packets"},
 }
 
-// otherPrograms finds chains of programs in otherProxies.
+// otherPrograms finds chains of programs in otherProxies, and base chains that drop
+// forwarded packets by their policy.
 func otherPrograms(ctx context.Context) (findings []command.Finding, err error) {
 	found := make([]bool, len(otherProxies))
 	note := func(chain string) (isNew bool) {
@@ -85,29 +86,51 @@ func otherPrograms(ctx context.Context) (findings []command.Finding, err error) 
 		}
 		return isNew
 	}
+	dropping := func(chain string) (isNew bool) {
+		f := command.Finding{Level: command.Change, Subject: chain,
+			Text: "policy DROP, before which kube-proxy's modes iptables and ipvs accept masqueraded packets; let the firewall accept the traffic of pods before you remove kube-proxy's rules"}
+		if isNew = !slices.Contains(findings, f); isNew {
+			findings = append(findings, f)
+		}
+		return isNew
+	}
 	c := netfilter.NewConn(0)
 	defer c.Close()
 	var errs []error
-	for _, family := range []byte{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6, unix.NFPROTO_INET} {
-		errs = append(errs, c.ListChains(ctx, family, func(attributes []byte) bool {
-			const chainName = 3 // from linux/netfilter/nf_tables.h
-			for attr, data := range netfilter.Attributes(attributes) {
-				if attr == chainName {
-					return note(netfilter.String(data))
-				}
+	for _, family := range []struct {
+		name   string
+		number byte
+	}{{"ip", unix.NFPROTO_IPV4}, {"ip6", unix.NFPROTO_IPV6}, {"inet", unix.NFPROTO_INET}} {
+		errs = append(errs, c.ListChains(ctx, family.number, func(attributes []byte) bool {
+			// from linux/netfilter/nf_tables.h
+			const (
+				chainTable, chainName, chainHook, chainPolicy = 1, 3, 4, 5
+				hookNumber, drop                              = 1, 0
+			)
+			name := netfilter.String(netfilter.Attribute(attributes, chainName))
+			isNew := note(name)
+			hook := netfilter.Attribute(netfilter.Attribute(attributes, chainHook), hookNumber)
+			policy := netfilter.Attribute(attributes, chainPolicy)
+			if hook != nil && netfilter.Uint32(hook) == unix.NF_INET_FORWARD && policy != nil && netfilter.Uint32(policy) == drop {
+				table := netfilter.String(netfilter.Attribute(attributes, chainTable))
+				isNew = dropping("chain "+name+" in table "+family.name+" "+table) || isNew
 			}
-			return false
+			return isNew
 		}))
 	}
 	for _, f := range []struct {
 		family        api.Family
+		name          string
 		socket, level int
-	}{{api.IPv4, unix.AF_INET, unix.SOL_IP}, {api.IPv6, unix.AF_INET6, unix.SOL_IPV6}} {
+	}{{api.IPv4, "ip", unix.AF_INET, unix.SOL_IP}, {api.IPv6, "ip6", unix.AF_INET6, unix.SOL_IPV6}} {
 		tables, err := netfilter.LegacyTables(f.family)
 		errs = append(errs, err)
 		for _, table := range tables {
-			entries, err := legacyTable(f.socket, f.level, table)
+			entries, dropsForwarded, err := legacyTable(f.socket, f.level, table)
 			errs = append(errs, err)
+			if dropsForwarded {
+				dropping("chain FORWARD of iptables-legacy in table " + f.name + " " + table)
+			}
 			for i := range otherProxies {
 				found[i] = found[i] || bytes.Contains(entries, []byte("\x00"+otherProxies[i].prefix))
 			}
@@ -131,10 +154,6 @@ func otherPrograms(ctx context.Context) (findings []command.Finding, err error) 
 // does not load modules, so it skips settings that the kernel does not have yet.
 func (f *nodeFlags) settingsCheck(more ...sysctl.Setting) func(context.Context) []command.Finding {
 	return func(context.Context) (findings []command.Finding) {
-		will := ""
-		if f.sysctlMode() == backends.SetSysctls {
-			will = "; kpng sets it at the start"
-		}
 		for _, s := range slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(sysctl.Cores())) {
 			value, err := sysctl.Kernel.Read(s.Name)
 			switch {
@@ -142,6 +161,12 @@ func (f *nodeFlags) settingsCheck(more ...sysctl.Setting) func(context.Context) 
 			case err != nil:
 				findings = append(findings, command.Finding{Level: command.Problem, Subject: "sysctl " + s.Name, Text: err.Error()})
 			case value != s.Value && !(s.AtLeast && value > s.Value):
+				will := ""
+				if f.sysctlMode() == backends.SetSysctls {
+					if will = "; kpng sets it at the start"; sysctl.Kernel.CheckWrite(s.Name) != nil {
+						will = "; kpng cannot set it here: set it on the node, or use the chart's kernelSettings"
+					}
+				}
 				findings = append(findings, command.Finding{Level: command.Change, Subject: "sysctl " + s.Name,
 					Text: fmt.Sprintf("is %d; with %d, %s%s", value, s.Value, s.Reason, will)})
 			}

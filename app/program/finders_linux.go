@@ -119,7 +119,7 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 		tables, err := netfilter.LegacyTables(f.family)
 		errs = append(errs, err)
 		for _, table := range tables {
-			entries, err := legacyTable(f.socket, f.level, table)
+			entries, _, err := legacyTable(f.socket, f.level, table)
 			if err != nil {
 				errs = append(errs, fmt.Errorf("read table %s %s of iptables-legacy: %w", f.name, table, err))
 			}
@@ -138,19 +138,26 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 var legacyName = regexp.MustCompile(`\x00((?:KUBE|KPNG)-(?:[A-Za-z0-9]{1,6}-)?SERVICES)\x00`)
 
 // legacyTable returns the rules of a table of iptables-legacy. The rules contain the
-// names of the table's chains.
-func legacyTable(family, level int, table string) ([]byte, error) {
+// names of the table's chains. The result dropsForwarded says whether the table has the
+// chain FORWARD with policy DROP.
+func legacyTable(family, level int, table string) (entries []byte, dropsForwarded bool, err error) {
 	// The numbers are from linux/netfilter_ipv4/ip_tables.h, and ip6_tables.h has the same
 	// numbers. In ipt_getinfo, the last field is the size of the rules. In ipt_get_entries,
 	// the second field is this size, and the rules come after that field. The rules of each
 	// chain begin with the name of the chain.
+	// The last rule of a base chain is the policy, at the offset that ipt_getinfo has for
+	// each hook. The target of this rule is a header of 32 bytes and a verdict.
 	const (
 		getInfo, infoSize, infoSizeAt           = 64, 84, 80
+		infoHooks, infoForwardPolicyAt          = 32, 64
 		getEntries, entriesSizeAt, entriesStart = 65, 32, 40
+		targetHeader                            = 32
+		verdictDrop                             = ^uint32(0)
 	)
+	targetOffsetAt := map[int]int{unix.AF_INET: 88, unix.AF_INET6: 140}[family]
 	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("open a socket: %w", err)
+		return nil, false, fmt.Errorf("open a socket: %w", err)
 	}
 	defer unix.Close(fd)
 	get := func(option int, buffer []byte) error {
@@ -166,16 +173,21 @@ func legacyTable(family, level int, table string) ([]byte, error) {
 	for attempt := 0; ; attempt++ {
 		info := make([]byte, infoSize)
 		if err := get(getInfo, info); err != nil {
-			return nil, err
+			return nil, false, err
 		}
 		size := binary.NativeEndian.Uint32(info[infoSizeAt:])
-		entries := make([]byte, entriesStart+int(size))
+		entries = make([]byte, entriesStart+int(size))
 		binary.NativeEndian.PutUint32(entries[entriesSizeAt:], size)
 		err := get(getEntries, entries)
 		if errors.Is(err, unix.EAGAIN) && attempt < 10 {
 			continue // after getInfo, another program changed the size of the table
 		}
-		return entries, err
+		if err == nil && binary.NativeEndian.Uint32(info[infoHooks:])&(1<<unix.NF_INET_FORWARD) != 0 {
+			policy := entries[entriesStart+int(binary.NativeEndian.Uint32(info[infoForwardPolicyAt:])):]
+			target := policy[binary.NativeEndian.Uint16(policy[targetOffsetAt:]):]
+			dropsForwarded = binary.NativeEndian.Uint32(target[targetHeader:]) == verdictDrop
+		}
+		return entries, dropsForwarded, err
 	}
 }
 

@@ -80,7 +80,7 @@ func addConfig(cmd *cobra.Command, source *command.Source) {
 		log := klog.FromContext(cmd.Context())
 		log.Info("Using configuration of kube-proxy", "file", *file, "source", source.String())
 		for _, d := range differences {
-			if d.Followed {
+			if d.IsNote {
 				continue
 			}
 			log.Info("Setting of kube-proxy is not followed", "field", d.Field, "value", d.Value, "meaning", d.Meaning)

@@ -109,7 +109,7 @@ func printChecks(w io.Writer, report []checked, output string) error {
 		}) {
 			unchecked = "; " + notChecked
 		}
-		fmt.Fprintf(table, "%d changes, %d problems%s\n", count[command.Change], count[command.Problem], unchecked)
+		fmt.Fprintf(table, "%s, %s%s\n", number(count[command.Change], "change"), number(count[command.Problem], "problem"), unchecked)
 		if err := table.Flush(); err != nil {
 			return err
 		}
@@ -136,8 +136,8 @@ func checkConfig(cmd *cobra.Command, file string) (findings []command.Finding) {
 		try := func(flag, value string) error { return tryFlag(cmd.Name(), flags, flag, value) }
 		differences, err = kubeproxy.Apply(flags, cmd.Name(), text, try)
 		for _, d := range differences {
-			f := command.Finding{Level: command.Change, Subject: d.Field + "=" + d.Value, Text: d.Meaning}
-			if d.Followed {
+			f := command.Finding{Level: command.Change, Subject: d.Subject(), Text: d.Meaning}
+			if d.IsNote {
 				f.Level = command.Note
 			}
 			findings = append(findings, f)
@@ -176,9 +176,6 @@ func (c *serviceCheck) see(s *corev1.Service) (skip bool) {
 		return false
 	}
 	name := s.Namespace + "/" + s.Name
-	if s.Spec.ClusterIP == corev1.ClusterIPNone && len(s.Spec.ExternalIPs) > 0 {
-		c.add(name, "headless with external IPs: kube-proxy does not serve it, kpng serves the external IPs")
-	}
 	is6 := func(address string) bool { return strings.Contains(address, ":") }
 	for _, ingress := range s.Status.LoadBalancer.Ingress {
 		ranges := s.Spec.LoadBalancerSourceRanges
@@ -210,7 +207,9 @@ func (c *serviceCheck) run(ctx context.Context, source *command.Source) []comman
 	}
 	services := 0
 	for key, state := range objects.States.All() {
-		services++
+		if state.Service != nil { // otherwise, the source has only its EndpointSlices
+			services++
+		}
 		for _, lost := range objects.WithWinners(state).Lost {
 			at := lost.IP.String()
 			if !lost.IP.IsValid() {
@@ -223,5 +222,5 @@ func (c *serviceCheck) run(ctx context.Context, source *command.Source) []comman
 		return cmp.Or(cmp.Compare(a.Subject, b.Subject), cmp.Compare(a.Text, b.Text))
 	})
 	// The source may call the method see several times for a Service.
-	return append(slices.Compact(c.findings), command.Finding{Level: command.Note, Subject: source.String(), Text: fmt.Sprintf("%d services; kpng serves those without findings as kube-proxy does", services)})
+	return append(slices.Compact(c.findings), command.Finding{Level: command.Note, Subject: source.String(), Text: number(services, "service") + "; kpng serves those without findings as kube-proxy does"})
 }

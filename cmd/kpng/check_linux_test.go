@@ -48,6 +48,13 @@ apiVersion: v1
 kind: Service
 metadata: {name: beside, namespace: default, labels: {service.kubernetes.io/service-proxy-name: x}}
 spec: {clusterIP: None, externalIPs: [192.0.2.3], ports: [{port: 80}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: beside-1, namespace: default, labels: {kubernetes.io/service-name: beside}}
+addressType: IPv4
+ports: [{port: 80}]
+endpoints: [{addresses: [10.1.0.1]}]
 `
 
 const checkedConfig = `
@@ -71,6 +78,16 @@ func TestCheckSaysWhatChanges(t *testing.T) {
 		{"iptables-nft", "-t", "filter", "-N", "cali-FORWARD"},
 		{"nft", "add", "table", "inet", "kpng-old"},
 		{"nft", "add", "chain", "inet", "kpng-old", "c"},
+		{"iptables-nft", "-P", "FORWARD", "DROP"},
+		{"nft", "add", "table", "inet", "fw"},
+		{"nft", "add", "chain", "inet", "fw", "drops", "{ type filter hook forward priority 0; policy drop; }"},
+		{"nft", "add", "chain", "inet", "fw", "accepts", "{ type filter hook forward priority 1; policy accept; }"},
+		{"nft", "add", "chain", "inet", "fw", "input", "{ type filter hook input priority 0; policy drop; }"},
+		{"iptables-legacy", "-P", "INPUT", "DROP"},
+		{"iptables-legacy", "-A", "FORWARD", "-j", "DROP"},
+		{"iptables-legacy", "-t", "mangle", "-P", "FORWARD", "DROP"},
+		{"ip6tables-legacy", "-A", "FORWARD", "-j", "ACCEPT"},
+		{"ip6tables-legacy", "-P", "FORWARD", "DROP"},
 	} {
 		n.Run(t, rule...)
 	}
@@ -87,6 +104,9 @@ func TestCheckSaysWhatChanges(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &report); err != nil {
 		t.Fatal(err)
 	}
+	if !strings.Contains(out, "4 services; ") { // kpng serves neither headless nor beside
+		t.Errorf("the check does not count 4 services: %s", out)
+	}
 	var got []string
 	for _, c := range report {
 		for _, f := range c.Findings {
@@ -99,12 +119,15 @@ func TestCheckSaysWhatChanges(t *testing.T) {
 		"note kernel",
 		"change chain KUBE-SERVICES of iptables-nft in table ip nat",
 		"change nftables table inet kpng-old",
+		"change chain FORWARD in table ip filter",
+		"change chain drops in table inet fw",
+		"change chain FORWARD of iptables-legacy in table ip mangle",
+		"change chain FORWARD of iptables-legacy in table ip6 filter",
 		"note rules of Calico",
 		"change sysctl net.ipv4.ip_forward",
 		"note traffic from pods",
-		"change bindAddressHardFail=false",
-		"change mode=nftables",
-		"change default/headless",
+		"note bindAddressHardFail=false",
+		"change unused addresses",
 		"change default/other",
 		"change default/ranges",
 		"change default/thief",
@@ -174,11 +197,12 @@ func TestCheckReadsTheServerOfTheFile(t *testing.T) {
 		if err := os.WriteFile(file, []byte(header+"clientConnection: {kubeconfig: "+kubeconfig+"}"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		want := "note API server of " + kubeconfig + ": 1 services"
+		want := "note API server of " + kubeconfig + ": 1 service; "
 		if kubeconfig == "/does/not/exist" {
 			want = "note services are not checked: read kubeconfig " + kubeconfig
 		}
-		if got, err := findings(t, "Services", "nftables", "--config", file); err != nil || !strings.HasPrefix(got, want) {
+		got, err := findings(t, "Services", "nftables", "--config", file)
+		if err != nil || !strings.HasPrefix(got, want) {
 			t.Errorf("error %v after %s, want %s", err, got, want)
 		}
 	}
@@ -189,7 +213,7 @@ func TestCheckSaysWhatModesDrop(t *testing.T) {
 	const (
 		drops    = "kube-proxy drops forwarded packets that belong to no connection; "
 		accepts  = "kube-proxy accepts forwarded packets that belong to no connection; the backend iptables drops them"
-		forwards = "kube-proxy accepts forwarded packets that it masquerades, before a DROP in the chain FORWARD; kpng accepts none"
+		forwards = "kube-proxy accepts forwarded packets that it masquerades, before a DROP in the chain FORWARD; kpng accepts none; of the node's firewall, only policies are checked"
 		services = "kube-proxy drops packets to addresses of ServiceCIDR objects that no service has; "
 	)
 	manifests := filepath.Join(t.TempDir(), "services.yaml")
@@ -224,8 +248,16 @@ func TestCheckSaysWhatModesDrop(t *testing.T) {
 				t.Fatal(err)
 			}
 			var relevant []string
+			subjects := map[string]bool{}
 			for line := range strings.Lines(got) {
-				_, text, _ := strings.Cut(strings.TrimSpace(line), ": ")
+				subject, text, _ := strings.Cut(strings.TrimSpace(line), ": ")
+				if subjects[subject] {
+					t.Errorf("several findings have the subject %s", subject)
+				}
+				subjects[subject] = true
+				if text == forwards && subject != "note masqueraded packets" {
+					t.Errorf("the subject of %q is %q", text, subject)
+				}
 				if strings.HasPrefix(text, drops) || text == accepts || text == forwards || strings.HasPrefix(text, services) {
 					relevant = append(relevant, text)
 				}
@@ -264,6 +296,30 @@ func TestCheckComparesFieldsBesideWrongOnes(t *testing.T) {
 	}
 	if n := strings.Count(got, "problem "); n != 2 {
 		t.Errorf("%d problems in\n%s", n, got)
+	}
+}
+
+// kpng may listen where the chart's probes do not find it.
+func TestCheckNamesHealthAddressesThatTheChartDoesNotProbe(t *testing.T) {
+	netnstest.NeedRoot(t)
+	withoutServer(t)
+	file := filepath.Join(t.TempDir(), "config")
+	for config, want := range map[string]bool{
+		"":                                    false,
+		"healthzBindAddress: 0.0.0.0":         false,
+		"healthzBindAddress: 127.0.0.1:10256": false,
+		"healthzBindAddress: '[::]:10256'":    false,
+		"healthzBindAddress: 0.0.0.0:10300":   true,
+		"healthzBindAddress: 192.0.2.1":       true,
+		"healthzBindAddress: ::1":             true,
+	} {
+		if err := os.WriteFile(file, []byte(header+config), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got, err := findings(t, "Configuration of kube-proxy", "nftables", "--config", file)
+		if err != nil || strings.Contains(got, "note healthzBindAddress=") != want {
+			t.Errorf("error %v with %q after\n%s", err, config, got)
+		}
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/internal/kubeproxy"
 	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/yaml"
@@ -78,8 +79,8 @@ func TestConfigMapsOfKubeProxyBecomeFlags(t *testing.T) {
 			t.Fatal(err)
 		}
 		for backend, differences := range map[string][]string{
-			"nftables": {"mode=iptables", "bindAddressHardFail=false"},
-			"iptables": {"bindAddressHardFail=false"},
+			"nftables": {"mode=iptables"},
+			"iptables": nil,
 		} {
 			set, got, err := configured(t, backend, configMap.Data["config.conf"])
 			if err != nil {
@@ -207,7 +208,7 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 			"node-name=a metrics-bind-address=10.0.0.1:1 node-port-addresses=all masquerade-bit=15", "nftables.masqueradeBit=14",
 		},
 		"a busy address": {
-			"nftables", "mode: nftables\nbindAddressHardFail: false", nil, "", "bindAddressHardFail=false",
+			"nftables", "mode: nftables\nbindAddressHardFail: false", nil, "", "",
 		},
 		"zeros and host bits": {
 			"nftables", "mode: nftables\nclusterCIDR: 010.0.0.1/8\nnodePortAddresses: [10.0.0.1/8, 'fd00::1/64']", nil,
@@ -355,4 +356,22 @@ func TestBackendsForTheKernelHaveInitOnly(t *testing.T) {
 			t.Errorf("to-local %s has --init-only: %t, want %t", b.Name, has, want)
 		}
 	}
+}
+
+// A source other than an API server, not the backend, makes a kubeconfig useless.
+func TestKubeconfigOfTheFileIsUselessWithoutAPIServer(t *testing.T) {
+	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+	differences, err := kubeproxy.Apply(fs, "nftables", []byte(header+"mode: nftables\nclientConnection: {kubeconfig: /k}"), func(string, string) error { return nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range differences {
+		if d.Field == "clientConnection.kubeconfig" {
+			if want := "the command reads services from another source, without an API server"; d.Meaning != want {
+				t.Errorf("%q, want %q", d.Meaning, want)
+			}
+			return
+		}
+	}
+	t.Errorf("%+v lack the kubeconfig", differences)
 }

@@ -139,7 +139,7 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 			fmt.Fprintf(w, "this service is refused, or a part of it: %s\n\n", s.Refused)
 		}
 		for _, f := range s.Failures {
-			fmt.Fprintf(w, "sink %s failed %d times: %s\n\n", f.Sink, f.Failures, f.Error)
+			fmt.Fprintf(w, "sink %s failed %s: %s\n\n", f.Sink, number(f.Failures, "time"), f.Error)
 		}
 		_, err := io.WriteString(w, s.Text)
 		return err
@@ -177,13 +177,13 @@ func printReport(to io.Writer, r *report.Report) error {
 		state = r.Source.Name + ": " + state
 	}
 	fmt.Fprintf(w, "source\t%s, revision %d, last change %s\n", state, r.Source.Revision, ago(r.Source.LastChange))
-	fmt.Fprintf(w, "objects\t%d services, %d slices, %d nodes\n", r.Source.Services, r.Source.Slices, r.Source.Nodes)
+	fmt.Fprintf(w, "objects\t%s, %s, %s\n", number(r.Source.Services, "service"), number(r.Source.Slices, "slice"), number(r.Source.Nodes, "node"))
 	if c := r.Clients; c != nil {
 		behind := "none behind"
 		if c.Behind > 0 {
 			behind = fmt.Sprintf("%d behind, by at most %.1f s", c.Behind, c.BehindSeconds)
 		}
-		fmt.Fprintf(w, "clients\t%d nodes, %d streams; %s\n", c.Nodes, c.Streams, behind)
+		fmt.Fprintf(w, "clients\t%s, %s; %s\n", number(c.Nodes, "node"), number(c.Streams, "stream"), behind)
 	}
 	if len(r.Problems) == 0 {
 		fmt.Fprintf(w, "problems\tnone\n")
@@ -218,7 +218,7 @@ func printReport(to io.Writer, r *report.Report) error {
 		}
 		if more := c.Streams - maxClientsShown; more > 0 {
 			w.Flush()
-			fmt.Fprintf(w, "%d more clients\n", more)
+			fmt.Fprintf(w, "%s\n", number(more, "more client"))
 		}
 	}
 	printFailures(w, r)
@@ -249,7 +249,7 @@ func printFailures(w *tabwriter.Writer, r *report.Report) {
 	}
 	if all > shown {
 		w.Flush()
-		fmt.Fprintf(w, "%d more failures: kpng status -o json lists up to 1,000 of each sink\n", all-shown)
+		fmt.Fprintf(w, "%s: kpng status -o json lists up to 1,000 of each sink\n", number(all-shown, "more failure"))
 	}
 }
 

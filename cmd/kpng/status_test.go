@@ -23,7 +23,7 @@ func TestStatusOfServer(t *testing.T) {
 	start(t, "api", "to-local", "json", "--api", address, "--node-name=here")
 	eventually(t, "the client has all changes", func() bool {
 		out, err := execute(t.Context(), "status", "--address", health)
-		return err == nil && strings.Contains(out, "1 nodes, 1 streams; none behind")
+		return err == nil && strings.Contains(out, "1 node, 1 stream; none behind")
 	})
 	out := mustExecute(t, "status", "--address", health)
 	if !regexp.MustCompile(`(?m)^CLIENT'S NODE +CLIENT +CONNECTED +REVISION +BEHIND\nhere +unix +\S.* +[1-9][0-9]* +-$`).MatchString(out) {

@@ -4,6 +4,7 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"io"
 	"text/tabwriter"
 
@@ -16,6 +17,14 @@ import (
 // that control a terminal are escaped.
 func newTable(w io.Writer) *tabwriter.Writer {
 	return tabwriter.NewWriter(plain.Writer(w), 0, 0, 3, ' ', 0)
+}
+
+// number returns a number and a noun, in the singular or plural.
+func number(n int, noun string) string {
+	if n != 1 {
+		noun += "s"
+	}
+	return fmt.Sprintf("%d %s", n, noun)
 }
 
 // toYAML returns a value as YAML. Package yaml alone fails if JSON contains control

@@ -30,10 +30,25 @@ type Difference struct {
 	Field string
 	// Value is the value in the file, or kube-proxy's default.
 	Value string
+	// About names the kind of traffic if a field has several differences. Default: none.
+	About string
 	// Meaning says what kpng does instead.
 	Meaning string
-	// Followed is true if kpng follows the field after all. Then Meaning contains advice.
-	Followed bool
+	// IsNote is true if no setting has to change. Then Meaning contains advice.
+	IsNote bool
+}
+
+// Subject returns what the difference is about: a field with its value, a kind of traffic,
+// or the whole file.
+func (d *Difference) Subject() string {
+	switch {
+	case d.About != "":
+		return d.About
+	case d.Field == "":
+		return "the whole file"
+	default:
+		return d.Field + "=" + d.Value
+	}
 }
 
 // Unknown is the Meaning of a field that KubeProxyConfiguration does not have.
@@ -214,9 +229,9 @@ func (t *translation) differ(path, value, meaning string) {
 	t.differences = append(t.differences, Difference{Field: path, Value: value, Meaning: meaning})
 }
 
-// advise records advice about a field that kpng follows.
+// advise records advice about a field for which no setting has to change.
 func (t *translation) advise(path, value, meaning string) {
-	t.differences = append(t.differences, Difference{path, value, meaning, true})
+	t.differences = append(t.differences, Difference{Field: path, Value: value, Meaning: meaning, IsNote: true})
 }
 
 // set sets the flag that a field determines. It does nothing if the value is empty, or if
@@ -254,6 +269,8 @@ func (t *translation) without(flag string) string {
 		return fmt.Sprintf("the backend %s chooses endpoints %s, unless the service has traffic parameters", t.backend, how)
 	case "strict-arp":
 		return "kpng changes the kernel's ARP settings only with the backend ipvs; those that kube-proxy has set stay until the node restarts"
+	case "kubeconfig":
+		return "the command reads services from another source, without an API server"
 	case "node-pod-cidrs", "pod-interfaces":
 		for _, other := range []string{"pod-interfaces", "cluster-cidr"} {
 			if t.flags.Lookup(other) != nil {
@@ -271,6 +288,9 @@ func (t *translation) drops() {
 		return
 	}
 	const invalid = "forwarded packets that belong to no connection"
+	differ := func(about, meaning string, isNote bool) {
+		t.differences = append(t.differences, Difference{Field: "mode", Value: t.mode, About: about, Meaning: meaning, IsNote: isNote})
+	}
 	isSet := func(flag string) bool {
 		f := t.flags.Lookup(flag)
 		return f != nil && f.Value.String() != f.DefValue
@@ -284,15 +304,15 @@ func (t *translation) drops() {
 	kubeProxyDrops := t.mode == "iptables" && t.values["conntrack.tcpBeLiberal"] != "true"
 	switch kpngDrops := t.backend == "iptables" && !isSet("conntrack-tcp-be-liberal") || isSet("drop-invalid"); {
 	case kubeProxyDrops && !kpngDrops:
-		t.differ("mode", t.mode, "kube-proxy drops "+invalid+"; "+only("drop-invalid"))
+		differ("invalid packets", "kube-proxy drops "+invalid+"; "+only("drop-invalid"), false)
 	case kpngDrops && !kubeProxyDrops:
-		t.differ("mode", t.mode, "kube-proxy accepts "+invalid+"; the backend "+t.backend+" drops them")
+		differ("invalid packets", "kube-proxy accepts "+invalid+"; the backend "+t.backend+" drops them", false)
 	}
 	switch {
 	case t.mode != "nftables":
-		t.differ("mode", t.mode, "kube-proxy accepts forwarded packets that it masquerades, before a DROP in the chain FORWARD; kpng accepts none")
+		differ("masqueraded packets", "kube-proxy accepts forwarded packets that it masquerades, before a DROP in the chain FORWARD; kpng accepts none; of the node's firewall, only policies are checked", true)
 	case !isSet("service-cidr"):
-		t.differ("mode", t.mode, "kube-proxy drops packets to addresses of ServiceCIDR objects that no service has; "+only("service-cidr"))
+		differ("unused addresses", "kube-proxy drops packets to addresses of ServiceCIDR objects that no service has; "+only("service-cidr"), false)
 	}
 }
 
@@ -340,9 +360,19 @@ func (t *translation) addresses() {
 	for _, a := range t.listeners() {
 		t.set(a.path, a.flag, a.address)
 	}
-	if value := t.values["bindAddressHardFail"]; value == "false" {
-		t.differ("bindAddressHardFail", value, "kpng always ends if it cannot listen on an address of health checks or metrics")
+	if value, f := t.values["healthzBindAddress"], t.flags.Lookup("healthz-bind-address"); f != nil && value != "" && !t.refused["healthzBindAddress"] && !answersProbes(f.Value.String()) {
+		t.advise("healthzBindAddress", value, "the chart's probes use 127.0.0.1:10256; for another port, set its value healthzBindAddress to 0.0.0.0:PORT")
 	}
+	if value := t.values["bindAddressHardFail"]; value == "false" {
+		t.advise("bindAddressHardFail", value, "kpng always ends if it cannot listen on an address of health checks or metrics")
+	}
+}
+
+// answersProbes reports whether a program that listens at an address answers the default
+// probes of the chart.
+func answersProbes(address string) bool {
+	host, port, err := net.SplitHostPort(address)
+	return err == nil && port == "10256" && slices.Contains([]string{"", "0.0.0.0", "::", "127.0.0.1"}, host)
 }
 
 // listener is an address where a program listens.

@@ -74,6 +74,15 @@ func (r Root) Read(name string) (int, error) {
 	return value, nil
 }
 
+// CheckWrite returns an error if this process cannot write a setting. It changes nothing.
+func (r Root) CheckWrite(name string) error {
+	f, err := os.OpenFile(r.file(name), os.O_WRONLY, 0)
+	if err != nil {
+		return fmt.Errorf("write sysctl %s: %w", name, err)
+	}
+	return f.Close()
+}
+
 // Apply compares settings with the kernel's values. If set is true, it corrects wrong
 // values and logs the result; otherwise it only logs wrong values. It ignores settings
 // that the kernel does not have, for example settings of IPv6 if IPv6 is turned off. It

@@ -1714,6 +1714,17 @@ func TestLog(t *testing.T) {
 			`"Synced" "pass"=false "services"=1 "revision"=2 "took"="0s"`,
 		},
 	}, {
+		name: "a service fails in the Sync of another service", // as with FullState
+		test: func(w *world) {
+			w.script.Add(sinkscript.FailServices(errBusy, web))
+			w.src.Set(view(dns, 2))
+		},
+		want: []string{
+			`"Service failed; retrying" "error"="dataplane is busy" "service"={"name"="web" "namespace"="default"}`,
+			`"Service works again" "service"={"name"="web" "namespace"="default"} "failures"=1`,
+			`"Synced" "pass"=false "services"=1 "revision"=2 "took"="0s"`,
+		},
+	}, {
 		name: "the sink fails in a pass",
 		opts: sink.Options{BatchSize: 1},
 		test: func(w *world) {

@@ -70,7 +70,7 @@ func (d *Driver) step(ctx context.Context) {
 	switch {
 	case acked:
 		d.logRecovery(ctx, b.services, failed)
-		notDelivered := d.notDelivered(ctx, u, &b, failed)
+		notDelivered := d.notDelivered(u, &b, failed)
 		result.Passed = b.Last
 		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
 		d.dropTaken(b.services, failed)
@@ -467,13 +467,12 @@ func (d *Driver) endPass() {
 }
 
 // notDelivered returns a change for each service that is in the map failed but not in b.
-func (d *Driver) notDelivered(ctx context.Context, u *updates.Update, b *batch, failed Failed) []Change {
+func (d *Driver) notDelivered(u *updates.Update, b *batch, failed Failed) []Change {
 	var changes []Change
-	for key, err := range failed {
+	for key := range failed {
 		if hasService(b.services, key) {
 			continue
 		}
-		klog.FromContext(ctx).Error(err, "Sink reported a failure for a service not in this sync; resending", "service", key)
 		c := Change{Key: key, Unsure: true}
 		if d.pass == nil || d.pass.delivered(key) {
 			c.Old = u.View(key)

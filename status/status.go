@@ -35,12 +35,7 @@ import (
 // Handler returns a handler that serves the page about a proxy, usually a *kpng.Proxy. It
 // calls the methods of proxy for each request, possibly concurrently. For the methods, see
 // kpng.Proxy. If proxy is also a [backends.Counter], the page shows the traffic that its
-// dataplane counts:
-//
-//	status.Handler(struct {
-//		*node.Proxy
-//		backends.Counter
-//	}{proxy, dataplane}) // with Options.Stats of the dataplane
+// dataplane counts. Package node has an example of such a proxy.
 func Handler(proxy interface {
 	NodeName() string
 	State() *cluster.State

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"syscall"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -41,7 +42,7 @@ func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr,
 	switch protocol {
 	case api.TCP:
 		err = h.withUnusedPort(func(port int) (err error) {
-			dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: from.AsSlice(), Port: port}}
+			dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: from.AsSlice(), Port: port}, Control: reuseAddr}
 			c, err = dialer.DialContext(ctx, "tcp", to.String())
 			return err
 		})
@@ -76,6 +77,15 @@ func (h *Host) withUnusedPort(dial func(port int) error) (err error) {
 		}
 	}
 	return err
+}
+
+// reuseAddr lets a socket use the port of an earlier connection in state TIME-WAIT.
+func reuseAddr(_, _ string, c syscall.RawConn) error {
+	var err error
+	cannot := c.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEADDR, 1)
+	})
+	return errors.Join(cannot, err)
 }
 
 // Ask sends one request and returns the server's response. A caller may call Ask

@@ -66,7 +66,7 @@ func TestExplain(t *testing.T) {
 		name: "all ports",
 		state: &api.ServiceState{
 			Service: service(mapIP, headless, internalLocal, externalIPs("192.0.2.1")),
-			Slices:  endpointSlices(oneReady),
+			Slices:  endpointSlices(oneReady + "\n10.0.0.7 serving terminating @here"),
 		},
 		node: thisNode,
 	}, {

@@ -26,7 +26,7 @@ func (e *Explanation) String() string {
 		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.why(ep.Internal))
 	})
 	section(&b, "draining: no new connections, existing ones are left alone", e.View.Draining, func(ep *api.Endpoint) {
-		fmt.Fprintf(&b, "  %s\n", ep.Key())
+		fmt.Fprintf(&b, "  %s\n", strings.Join(e.addrPorts(ep), ", "))
 	})
 	section(&b, "frontends", e.Frontends, func(f *Frontend) { f.text(&b) })
 	section(&b, "not served", e.unserved, func(u *namedFrontend) { fmt.Fprintf(&b, "  %s: %s\n", u.FrontendKey, u.why()) })
@@ -93,6 +93,25 @@ func portText(p *api.PortMapping) string {
 		text += " " + p.Name
 	}
 	return text
+}
+
+// addrPorts returns the address of ep with each of its ports for the service.
+func (e *Explanation) addrPorts(ep *api.Endpoint) []string {
+	var ports []int32
+	for i := range e.View.Service.Ports {
+		if port := ep.TargetPort(&e.View.Service.Ports[i]); port != 0 {
+			ports = append(ports, port)
+		}
+	}
+	if e.View.Service.AllPorts {
+		ports = []int32{0}
+	}
+	slices.Sort(ports)
+	var all []string
+	for _, port := range slices.Compact(ports) {
+		all = append(all, addrPort(ep.Addr, port))
+	}
+	return all
 }
 
 func (e *endpointReport) name() string {

@@ -120,11 +120,16 @@ items:
 - {apiVersion: v1, kind: Service, metadata: {name: selected, labels: {service.kubernetes.io/service-proxy-name: me}}, spec: {clusterIP: None, selector: {app: a}}}
 - {apiVersion: v1, kind: Service, metadata: {name: other}, spec: {clusterIP: None}}
 `
-	m, err := load(t.Context(), write(t, map[string]string{"m.yaml": text}), watcher.Options{ServiceProxyName: "me"})
+	dir := write(t, map[string]string{"m.yaml": text})
+	m, err := load(t.Context(), dir, watcher.Options{ServiceProxyName: "me"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff([]string{"service default/made", "service default/selected", "slice default/hand"}, names(m)); diff != "" {
 		t.Errorf("objects (-want +got):\n%s", diff)
+	}
+	want := []string{"m.yaml: document 1 (line 1): items[1]: EndpointSlice default/auto: ignored, because it lacks the label service.kubernetes.io/service-proxy-name: me of its service"}
+	if diff := cmp.Diff(want, warnings(m, dir)); diff != "" {
+		t.Errorf("warnings (-want +got):\n%s", diff)
 	}
 }

@@ -444,6 +444,11 @@ func TestIgnoredPartsAreWarnings(t *testing.T) {
 			"m.yaml: document 1 (line 1): EndpointSlice default/x: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service",
 		},
 	}, {
+		name:     "an endpoint slice with the label of headless services is ignored",
+		text:     service + "---\n" + strings.Replace(slice, "  labels:\n", "  labels:\n    service.kubernetes.io/headless: \"\"\n", 1),
+		objects:  []string{"service default/web"},
+		warnings: []string{"m.yaml: document 2 (line 9): EndpointSlice default/web-1: ignored, because its label service.kubernetes.io/headless is only for slices of headless services"},
+	}, {
 		name:     "more endpoints than an API server accepts are served",
 		text:     strings.Replace(slice, "- addresses: [10.0.0.1]\n", endpoints.String(), 1),
 		objects:  []string{"slice default/web-1"},

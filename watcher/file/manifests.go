@@ -46,24 +46,31 @@ const maxListed = 20
 // default/web".
 type parser struct {
 	converter    *watcher.Converter
-	named        bool // true if the proxy has a name (ServiceProxyName)
+	proxyName    string // watcher.Options.ServiceProxyName
 	manifests    manifests
 	problems     []error
 	unlisted     int                           // number of problems beyond maxListed
 	defined      map[string]string             // location of each object
 	ignored      map[string][]string           // locations of objects of other kinds
-	selectorless map[types.NamespacedName]bool // services whose EndpointSlices need no label; see watcher.Converter.WantsSlice
-	undecided    []*api.EndpointSlice          // slices that the proxy needs only if selectorless has their service
+	selectorless map[types.NamespacedName]bool // the served services; true if their EndpointSlices need no label, see watcher.Converter.WantsSlice
+	undecided    []undecided
 
 	// Other goroutines may read these fields, which show the progress.
 	reading atomic.Pointer[string] // the file that is being read
 	objects atomic.Int64           // number of parsed objects
 }
 
+// undecided is a slice that its labels do not select. A proxy with a name needs it if it
+// belongs to a served service without a selector.
+type undecided struct {
+	at    string
+	slice *api.EndpointSlice
+}
+
 func newParser(options watcher.Options) (*parser, error) {
 	converter, err := watcher.New(options)
 	return &parser{
-		converter: converter, named: options.ServiceProxyName != "",
+		converter: converter, proxyName: options.ServiceProxyName,
 		defined: map[string]string{}, ignored: map[string][]string{}, selectorless: map[types.NamespacedName]bool{},
 	}, err
 }
@@ -71,9 +78,16 @@ func newParser(options watcher.Options) (*parser, error) {
 // finish completes the manifests after the last file. It returns the problems of all
 // files.
 func (p *parser) finish() error {
-	for _, s := range p.undecided {
-		if p.named && p.selectorless[types.NamespacedName{Namespace: s.Namespace, Name: s.ServiceName}] {
-			p.manifests.slices = append(p.manifests.slices, s)
+	for _, u := range p.undecided {
+		selectorless, served := p.selectorless[types.NamespacedName{Namespace: u.slice.Namespace, Name: u.slice.ServiceName}]
+		switch {
+		case !served:
+		case p.proxyName == "":
+			p.warn(u.at, "ignored, because its label %s is only for slices of headless services", corev1.IsHeadlessService)
+		case selectorless:
+			p.manifests.slices = append(p.manifests.slices, u.slice)
+		default:
+			p.warn(u.at, "ignored, because it lacks the label %s: %s of its service", watcher.LabelServiceProxyName, p.proxyName)
 		}
 	}
 	for _, kind := range slices.Sorted(maps.Keys(p.ignored)) {
@@ -214,7 +228,7 @@ func (p *parser) slice(at string, data []byte) {
 	if p.converter.WantsSlice(&in) && slice != nil {
 		p.manifests.slices = append(p.manifests.slices, slice)
 	} else if slice != nil {
-		p.undecided = append(p.undecided, slice)
+		p.undecided = append(p.undecided, undecided{at, slice})
 	}
 	if slice != nil && len(problems) > 0 {
 		p.manifests.problems = append(p.manifests.problems, func(tx *cluster.Tx) { tx.SetSliceProblems(slice.Key(), problems) })

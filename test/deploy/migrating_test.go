@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	"helm.sh/helm/v4/pkg/strvals"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -21,8 +22,8 @@ import (
 
 // TestMigrationKeepsOneProxyOnEachNode runs the commands for clusters of kubeadm in
 // docs/operate/migrate.md, in their order. In place of kubectl and helm, it runs scripts that
-// record the arguments. The test tracks how the commands change DaemonSets and labels of
-// nodes. After each command, each node has exactly one proxy, and a cleanup runs only on
+// record the arguments. The test compares the objects of each release with those of its folder
+// in deploy/migrate, and tracks how the commands change DaemonSets and labels of nodes. After each command, each node has exactly one proxy, and a cleanup runs only on
 // nodes with the other proxy. In the end, everything is as before.
 func TestMigrationKeepsOneProxyOnEachNode(t *testing.T) {
 	m := newMigration(t)
@@ -35,6 +36,9 @@ func TestMigrationKeepsOneProxyOnEachNode(t *testing.T) {
 	}
 	if m.seen["check"] == 0 || m.seen["cleanup"] == 0 || m.seen["cleanup-kube-proxy"] == 0 || m.seen["kpng"] == 0 {
 		t.Errorf("the commands ran these tasks: %v", m.seen)
+	}
+	if folders, err := filepath.Glob(deployDir + "/migrate/kpng*"); err != nil || len(folders) != len(m.folders) {
+		t.Errorf("the kustomizations are %v, but the commands have these instances: %v", folders, m.folders)
 	}
 	if len(m.sets) != 1 || m.sets["kube-proxy"] == nil || m.sets["kube-proxy"].Spec.Template.Spec.Affinity != nil {
 		t.Errorf("DaemonSets remain: %v", m.sets)
@@ -72,7 +76,7 @@ spec:
   template:
     spec:
       nodeSelector: {kubernetes.io/os: linux}
-      containers: [{name: kube-proxy, image: "registry.k8s.io/kube-proxy:v1.37.1"}]
+      containers: [{name: kube-proxy, image: "registry.example/kube-proxy:v1.37.1"}]
 status:
   numberReady: 3
 `
@@ -82,7 +86,7 @@ status:
 var programs = map[string]string{
 	"helm": `printf '%s\n' helm "$@" end >>commands`,
 	"kubectl": `case "$*" in
-*"get daemonset kube-proxy -o jsonpath"*) echo registry.k8s.io/kube-proxy:v1.37.1 ;;
+*"get daemonset kube-proxy -o jsonpath"*) echo registry.example/kube-proxy:v1.37.1 ;;
 *"get daemonset kube-proxy -o yaml") cat daemonset.yaml ;;
 *"get nodes"*) printf 'node/%s\n' worker-1 worker-2 worker-3 ;;
 *"get configmap kubeadm-config -o yaml") cat kubeadm-config.yaml ;;
@@ -98,6 +102,8 @@ type migration struct {
 	sets  map[string]*appsv1.DaemonSet
 	// tasks has the value task of each release.
 	tasks map[string]string
+	// folders has the compared kustomizations.
+	folders map[string]bool
 	// saved is the deleted DaemonSet kube-proxy.
 	saved *appsv1.DaemonSet
 	// seen counts the nodes on which a task, or kpng, had to run after a command.
@@ -106,7 +112,7 @@ type migration struct {
 
 func newMigration(t *testing.T) *migration {
 	t.Helper()
-	m := &migration{t: t, dir: t.TempDir(), sets: map[string]*appsv1.DaemonSet{}, tasks: map[string]string{}, seen: map[string]int{}}
+	m := &migration{t: t, dir: t.TempDir(), sets: map[string]*appsv1.DaemonSet{}, tasks: map[string]string{}, folders: map[string]bool{}, seen: map[string]int{}}
 	for i := range 3 {
 		n := &corev1.Node{}
 		n.Name, n.Labels = fmt.Sprintf("worker-%d", i+1), map[string]string{"kubernetes.io/os": "linux"}
@@ -194,12 +200,20 @@ func (m *migration) helm(args []string) {
 			}
 		}
 	}
-	objects, err := renderChart(m.t, release, values)
+	rendered, err := renderChart(m.t, release, values)
 	if err != nil {
 		m.t.Fatalf("helm %q: %v", args, err)
 	}
+	folder := "migrate/" + release
+	if release == "kpng" && values["nodeSelector"] != nil {
+		folder += "-labelled"
+	}
+	m.folders[folder] = true
+	if diff := cmp.Diff(byName(rendered), byName(objects(m.t, folder))); diff != "" {
+		m.t.Errorf("helm %q (-chart +%s):\n%s", args, folder, diff)
+	}
 	set := &appsv1.DaemonSet{}
-	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(byName(objects)["DaemonSet "+release].(map[string]any), set); err != nil {
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(byName(rendered)["DaemonSet "+release].(map[string]any), set); err != nil {
 		m.t.Fatal(err)
 	}
 	m.sets[release] = set

@@ -6,6 +6,8 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -42,6 +44,16 @@ var overlays = map[string]map[string][]corev1.Capability{
 	"ebpf":              {"kpng-ebpf": {"BPF", "NET_ADMIN", "NET_RAW", "PERFMON"}},
 	"beside-kube-proxy": {"kpng-beside-kube-proxy": {"NET_ADMIN", "NET_RAW"}},
 	"central":           {"kpng-server": nil, "kpng-relay": nil, "kpng-nodes": {"NET_ADMIN", "NET_RAW"}},
+}
+
+// migrateDirs returns the directories that users apply for a migration from kube-proxy.
+func migrateDirs(t *testing.T) []string {
+	t.Helper()
+	dirs, err := fs.Glob(os.DirFS(deployDir), "migrate/kpng*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dirs
 }
 
 // objects renders a directory.
@@ -100,10 +112,7 @@ func TestAPIServerAcceptsManifests(t *testing.T) {
 		"ConfigMap":          {Version: "v1", Resource: "configmaps"},
 		"DaemonSet":          {Group: "apps", Version: "v1", Resource: "daemonsets"},
 	}
-	dirs := []string{"windows"}
-	for dir := range overlays {
-		dirs = append(dirs, dir)
-	}
+	dirs := slices.AppendSeq(append(migrateDirs(t), "windows"), maps.Keys(overlays))
 	all := map[string][]*unstructured.Unstructured{}
 	for _, dir := range dirs {
 		all[dir] = objects(t, dir)
@@ -176,16 +185,18 @@ func TestPodsHaveOnlyNeededPrivileges(t *testing.T) {
 	}
 }
 
-// TestKpngAcceptsArgumentsOfManifests runs kpng with the arguments of each DaemonSet and
+// TestKpngAcceptsArgumentsOfManifests runs kpng with the arguments of each container and
 // --help. kpng then reports unknown commands and flags, but does nothing.
 func TestKpngAcceptsArgumentsOfManifests(t *testing.T) {
 	kpng := gotool.BuildOwn(t, "./cmd/kpng")
-	for dir := range overlays {
+	for _, dir := range slices.AppendSeq(migrateDirs(t), maps.Keys(overlays)) {
 		for _, set := range daemonSets(t, dir) {
-			args := set.Spec.Template.Spec.Containers[0].Args
-			out, err := exec.CommandContext(t.Context(), kpng, append(slices.Clone(args), "--help")...).CombinedOutput()
-			if err != nil {
-				t.Errorf("%s: kpng %q: %v\n%s", set.Name, args, err, out)
+			pod := set.Spec.Template.Spec
+			for _, c := range slices.Concat(pod.InitContainers, pod.Containers) {
+				out, err := exec.CommandContext(t.Context(), kpng, append(slices.Clone(c.Args), "--help")...).CombinedOutput()
+				if err != nil {
+					t.Errorf("%s: kpng %q: %v\n%s", set.Name, c.Args, err, out)
+				}
 			}
 		}
 	}

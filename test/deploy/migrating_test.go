@@ -4,6 +4,7 @@ package deploy
 
 import (
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -22,8 +23,9 @@ import (
 
 // TestMigrationKeepsOneProxyOnEachNode runs the commands for clusters of kubeadm in
 // docs/operate/migrate.md, in their order. In place of kubectl and helm, it runs scripts that
-// record the arguments. The test compares the objects of each release with those of its folder
-// in deploy/migrate, and tracks how the commands change DaemonSets and labels of nodes. After each command, each node has exactly one proxy, and a cleanup runs only on
+// record the arguments. The test compares the objects of each release with those of its
+// directory in deploy/migrate, and tracks how the commands change DaemonSets and labels of
+// nodes. After each command, each node has exactly one proxy, and a cleanup runs only on
 // nodes with the other proxy. In the end, everything is as before.
 func TestMigrationKeepsOneProxyOnEachNode(t *testing.T) {
 	m := newMigration(t)
@@ -37,8 +39,8 @@ func TestMigrationKeepsOneProxyOnEachNode(t *testing.T) {
 	if m.seen["check"] == 0 || m.seen["cleanup"] == 0 || m.seen["cleanup-kube-proxy"] == 0 || m.seen["kpng"] == 0 {
 		t.Errorf("the commands ran these tasks: %v", m.seen)
 	}
-	if folders, err := filepath.Glob(deployDir + "/migrate/kpng*"); err != nil || len(folders) != len(m.folders) {
-		t.Errorf("the kustomizations are %v, but the commands have these instances: %v", folders, m.folders)
+	if diff := cmp.Diff(migrateDirs(t), slices.Sorted(maps.Keys(m.dirs))); diff != "" {
+		t.Errorf("directories (-there +compared with releases):\n%s", diff)
 	}
 	if len(m.sets) != 1 || m.sets["kube-proxy"] == nil || m.sets["kube-proxy"].Spec.Template.Spec.Affinity != nil {
 		t.Errorf("DaemonSets remain: %v", m.sets)
@@ -102,8 +104,8 @@ type migration struct {
 	sets  map[string]*appsv1.DaemonSet
 	// tasks has the value task of each release.
 	tasks map[string]string
-	// folders has the compared kustomizations.
-	folders map[string]bool
+	// dirs has the directories that were compared with releases.
+	dirs map[string]bool
 	// saved is the deleted DaemonSet kube-proxy.
 	saved *appsv1.DaemonSet
 	// seen counts the nodes on which a task, or kpng, had to run after a command.
@@ -112,7 +114,7 @@ type migration struct {
 
 func newMigration(t *testing.T) *migration {
 	t.Helper()
-	m := &migration{t: t, dir: t.TempDir(), sets: map[string]*appsv1.DaemonSet{}, tasks: map[string]string{}, folders: map[string]bool{}, seen: map[string]int{}}
+	m := &migration{t: t, dir: t.TempDir(), sets: map[string]*appsv1.DaemonSet{}, tasks: map[string]string{}, dirs: map[string]bool{}, seen: map[string]int{}}
 	for i := range 3 {
 		n := &corev1.Node{}
 		n.Name, n.Labels = fmt.Sprintf("worker-%d", i+1), map[string]string{"kubernetes.io/os": "linux"}
@@ -204,13 +206,13 @@ func (m *migration) helm(args []string) {
 	if err != nil {
 		m.t.Fatalf("helm %q: %v", args, err)
 	}
-	folder := "migrate/" + release
+	dir := "migrate/" + release
 	if release == "kpng" && values["nodeSelector"] != nil {
-		folder += "-labelled"
+		dir += "-labelled"
 	}
-	m.folders[folder] = true
-	if diff := cmp.Diff(byName(rendered), byName(objects(m.t, folder))); diff != "" {
-		m.t.Errorf("helm %q (-chart +%s):\n%s", args, folder, diff)
+	m.dirs[dir] = true
+	if diff := cmp.Diff(byName(rendered), byName(objects(m.t, dir))); diff != "" {
+		m.t.Errorf("helm %q (-chart +%s):\n%s", args, dir, diff)
 	}
 	set := &appsv1.DaemonSet{}
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(byName(rendered)["DaemonSet "+release].(map[string]any), set); err != nil {

@@ -37,7 +37,7 @@ The command reads the status page of the program, which needs the flag --healthz
 program answers only clients on the same machine, unless it has the flag --expose-status.`,
 		Example: `  kpng status
   kpng status default/web
-  kpng status --address 127.0.0.1:10257 -o json | jq .Sinks`,
+  kpng status --address 127.0.0.1:10257 -o json | jq .sinks`,
 		Args: usage.AtMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if output != "text" && output != "json" && output != "yaml" {

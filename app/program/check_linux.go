@@ -160,7 +160,7 @@ func (f *nodeFlags) settingsCheck(more ...sysctl.Setting) func(context.Context) 
 			case errors.Is(err, fs.ErrNotExist):
 			case err != nil:
 				findings = append(findings, command.Finding{Level: command.Problem, Subject: "sysctl " + s.Name, Text: err.Error()})
-			case value != s.Value && !(s.AtLeast && value > s.Value):
+			case !s.Accepts(value):
 				will := ""
 				if f.sysctlMode() == backends.SetSysctls {
 					if will = "; kpng sets it at the start"; sysctl.Kernel.CheckWrite(s.Name) != nil {

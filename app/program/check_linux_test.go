@@ -3,19 +3,28 @@
 package program
 
 import (
+	"context"
+	"net/netip"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/sysctl"
+	"github.com/kpng-project/kpng/metrics"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 	"golang.org/x/sys/unix"
 )
 
-// onReadOnlySysctls runs f in network and mount namespaces where net.ipv4.ip_forward is 0.
+// withSysctls runs f in network and mount namespaces where net.ipv4.ip_forward is 0.
 // With readOnly, no process can change kernel settings there, as in an unprivileged
 // container.
-func onReadOnlySysctls(t *testing.T, readOnly bool, f func()) {
+func withSysctls(t *testing.T, readOnly bool, f func()) {
 	t.Helper()
 	netnstest.NeedRoot(t)
 	done := make(chan error)
@@ -57,7 +66,7 @@ func TestCheckSaysWhetherKpngCanSetKernelSettings(t *testing.T) {
 		"read-only":             {nil, true, cannot},
 		"read-only, and report": {[]string{"--sysctls=report"}, true, sysctl.Forwarding[0].Reason},
 	} {
-		onReadOnlySysctls(t, test.readOnly, func() {
+		withSysctls(t, test.readOnly, func() {
 			for _, f := range parsedFlags(t, "", test.args...).settingsCheck()(t.Context()) {
 				if f.Subject == "sysctl net.ipv4.ip_forward" {
 					if !strings.HasSuffix(f.Text, test.want) {
@@ -67,6 +76,65 @@ func TestCheckSaysWhetherKpngCanSetKernelSettings(t *testing.T) {
 				}
 			}
 			t.Errorf("%s: no finding about net.ipv4.ip_forward", name)
+		})
+	}
+}
+
+// The report follows the kernel: no restart is needed after an administrator corrects a
+// setting, and a setting that another program breaks later is a problem, too.
+func TestWrongKernelSettingsAreProblems(t *testing.T) {
+	const forward4, forward6, arp = "net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding", "net.ipv4.conf.all.arp_ignore"
+	service := func(ip string) sink.Change {
+		return sink.Change{New: &api.View{Service: &api.Service{Name: ip, IPs: api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr(ip))}}}}
+	}
+	for name, test := range map[string]struct {
+		ips, args []string
+		more      []sysctl.Setting // of the backend
+		want      []string
+	}{
+		"no services":         {nil, nil, nil, nil},
+		"services of IPv4":    {[]string{"10.0.0.1"}, nil, nil, []string{forward4}},
+		"services of IPv6":    {[]string{"fd00::1"}, nil, nil, []string{forward6}},
+		"both families":       {[]string{"10.0.0.1", "fd00::1"}, nil, nil, []string{forward4, forward6}},
+		"only report":         {[]string{"10.0.0.1"}, []string{"--sysctls=report"}, nil, []string{forward4}},
+		"ignored":             {[]string{"10.0.0.1"}, []string{"--sysctls=ignore"}, nil, nil},
+		"of one backend only": {nil, nil, sysctl.StrictARP[:1], []string{arp}},
+	} {
+		f := parsedFlags(t, "", test.args...)
+		withSysctls(t, true, func() {
+			dataplane := sink.Func(func(context.Context, *sink.Changes) error { return nil })
+			m, err := metrics.New(prometheus.NewRegistry(), metrics.Options{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			parts, err := f.nodeParts(command.Run{Metrics: m}, dataplane, test.more...)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var services []sink.Change
+			for _, ip := range test.ips {
+				services = append(services, service(ip))
+			}
+			report, _ := sink.As[*settingsReport](parts.Sink)
+			report.Sink = dataplane // without the node's parts, which have not started
+			if err := report.Sync(t.Context(), &sink.Changes{Services: slices.Values(services)}); err != nil {
+				t.Error(err)
+			}
+			got := parts.Problems()
+			for i, problem := range got {
+				if i >= len(test.want) || !strings.Contains(problem, "kernel setting "+test.want[i]+" is 0; with 1, ") {
+					t.Errorf("%s: problem %q", name, problem)
+				}
+			}
+			if len(got) != len(test.want) {
+				t.Errorf("%s: %d problems, want %d", name, len(got), len(test.want))
+			}
+			var metric dto.Metric
+			if err := parts.Collectors[len(parts.Collectors)-1].(prometheus.Metric).Write(&metric); err != nil || metric.GetGauge().GetValue() != float64(len(test.want)) {
+				t.Errorf("%s: the metric is %v, error %v; want %d", name, &metric, err, len(test.want))
+			}
 		})
 	}
 }

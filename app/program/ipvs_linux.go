@@ -74,11 +74,15 @@ func (f *ipvsFlags) complete() (ipvs.Options, error) {
 }
 
 func (f *ipvsFlags) init(ctx context.Context) error {
-	settings := sysctl.IPVS
+	return f.applySysctls(ctx, f.settings()...)
+}
+
+// settings returns the kernel settings that only the backend ipvs needs.
+func (f *ipvsFlags) settings() []sysctl.Setting {
 	if f.options.StrictARP {
-		settings = slices.Concat(settings, sysctl.StrictARP)
+		return slices.Concat(sysctl.IPVS, sysctl.StrictARP)
 	}
-	return f.applySysctls(ctx, settings...)
+	return sysctl.IPVS
 }
 
 func (f *ipvsFlags) parts(run command.Run) (command.Parts, error) {
@@ -93,5 +97,5 @@ func (f *ipvsFlags) parts(run command.Run) (command.Parts, error) {
 	if err != nil {
 		return command.Parts{}, err
 	}
-	return f.nodeParts(run, dataplane)
+	return f.nodeParts(run, dataplane, f.settings()...)
 }

@@ -93,8 +93,9 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.Settings(cores)
 }
 
-// nodeParts returns the parts of a backend with a dataplane.
-func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Parts, error) {
+// nodeParts returns the parts of a backend with a dataplane. The dataplane needs the kernel
+// settings in the argument more, in addition to those of all backends.
+func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink, more ...sysctl.Setting) (command.Parts, error) {
 	opts := nodesinks.Options{
 		NodePorts: f.nodePorts, Stats: statsOn(f.flagSet), KeepConnections: f.keepConnections, Healthy: run.Healthy, Metrics: run.Metrics,
 		Settings: f.conntrackSettings(sysctl.Cores()), Sysctls: f.sysctlMode(), Follow: followBridges,
@@ -121,11 +122,16 @@ func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Par
 			return func() {}
 		})
 	}
-	parts := f.checks.parts(node, dataplane)
+	report := &settingsReport{Sink: dataplane}
+	if f.sysctlMode() != backends.IgnoreSysctls {
+		report.settings = slices.Concat(sysctl.Forwarding, more)
+	}
+	parts := f.checks.parts(node, report)
 	if events != nil {
 		parts.Beside["events"], parts.Refused = events, events.serviceRefused
 	}
 	err = addLocalhost(&parts, node)
+	parts.Problems, parts.Collectors = report.problems, append(parts.Collectors, report.metric())
 	return parts, err
 }
 

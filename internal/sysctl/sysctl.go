@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kpng-project/kpng/api"
 	"k8s.io/klog/v2"
 )
 
@@ -33,13 +34,18 @@ type Setting struct {
 	AtLeast bool
 	// Reason explains the value in log messages.
 	Reason string
+	// Family is the IP family whose services need the setting. Default: both.
+	Family api.Family
 }
+
+// Accepts reports whether a value is correct.
+func (s *Setting) Accepts(value int) bool { return value == s.Value || s.AtLeast && value > s.Value }
 
 // Forwarding has the settings that make this node forward packets. Without them, traffic
 // from other hosts does not reach pods.
 var Forwarding = []Setting{
-	{Name: "net.ipv4.ip_forward", Value: 1, Reason: "traffic from elsewhere reaches pods"},
-	{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
+	{Name: "net.ipv4.ip_forward", Value: 1, Family: api.IPv4, Reason: "traffic from elsewhere reaches pods"},
+	{Name: "net.ipv6.conf.all.forwarding", Value: 1, Family: api.IPv6, Reason: "traffic from elsewhere reaches pods"},
 }
 
 // StrictARP has settings for ARP. With them, the node does not answer ARP requests for
@@ -96,7 +102,7 @@ func (r Root) Apply(ctx context.Context, settings []Setting, set bool) (wrong []
 		case err != nil:
 			wrong = append(wrong, s.Name)
 			log.Error(err, "Cannot read a kernel setting")
-		case value == s.Value || s.AtLeast && value > s.Value:
+		case s.Accepts(value):
 		case !set:
 			wrong = append(wrong, s.Name)
 			log.Info("Kernel setting has another value than services need", "value", value)

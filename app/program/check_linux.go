@@ -12,10 +12,8 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/command"
-	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"golang.org/x/sys/unix"
 )
@@ -94,48 +92,22 @@ func otherPrograms(ctx context.Context) (findings []command.Finding, err error) 
 		}
 		return isNew
 	}
-	c := netfilter.NewConn(0)
-	defer c.Close()
-	var errs []error
-	for _, family := range []struct {
-		name   string
-		number byte
-	}{{"ip", unix.NFPROTO_IPV4}, {"ip6", unix.NFPROTO_IPV6}, {"inet", unix.NFPROTO_INET}} {
-		errs = append(errs, c.ListChains(ctx, family.number, func(attributes []byte) bool {
-			// from linux/netfilter/nf_tables.h
-			const (
-				chainTable, chainName, chainHook, chainPolicy = 1, 3, 4, 5
-				hookNumber, drop                              = 1, 0
-			)
-			name := netfilter.String(netfilter.Attribute(attributes, chainName))
-			isNew := note(name)
-			hook := netfilter.Attribute(netfilter.Attribute(attributes, chainHook), hookNumber)
-			policy := netfilter.Attribute(attributes, chainPolicy)
-			if hook != nil && netfilter.Uint32(hook) == unix.NF_INET_FORWARD && policy != nil && netfilter.Uint32(policy) == drop {
-				table := netfilter.String(netfilter.Attribute(attributes, chainTable))
-				isNew = dropping("chain "+name+" in table "+family.name+" "+table) || isNew
+	err = errors.Join(
+		eachChain(ctx, func(c chain) bool {
+			isNew := note(c.name)
+			if c.dropsForwarded {
+				isNew = dropping("chain "+c.name+" in table "+c.family+" "+c.table) || isNew
 			}
 			return isNew
-		}))
-	}
-	for _, f := range []struct {
-		family        api.Family
-		name          string
-		socket, level int
-	}{{api.IPv4, "ip", unix.AF_INET, unix.SOL_IP}, {api.IPv6, "ip6", unix.AF_INET6, unix.SOL_IPV6}} {
-		tables, err := netfilter.LegacyTables(f.family)
-		errs = append(errs, err)
-		for _, table := range tables {
-			entries, dropsForwarded, err := legacyTable(f.socket, f.level, table)
-			errs = append(errs, err)
+		}),
+		eachLegacyTable(func(table string, entries []byte, dropsForwarded bool) {
 			if dropsForwarded {
-				dropping("chain FORWARD of iptables-legacy in table " + f.name + " " + table)
+				dropping("chain FORWARD of iptables-legacy in table " + table)
 			}
 			for i := range otherProxies {
 				found[i] = found[i] || bytes.Contains(entries, []byte("\x00"+otherProxies[i].prefix))
 			}
-		}
-	}
+		}))
 	// Cilium pins its programs and maps even where it makes no chains.
 	if _, err := os.Stat("/sys/fs/bpf/cilium"); err == nil {
 		note("cil_")
@@ -147,7 +119,7 @@ func otherPrograms(ctx context.Context) (findings []command.Finding, err error) 
 			findings = append(findings, f)
 		}
 	}
-	return findings, errors.Join(errs...)
+	return findings, err
 }
 
 // settingsCheck returns a Backend.Check of kernel settings and of the flags about pods. It

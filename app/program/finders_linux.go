@@ -67,46 +67,74 @@ func ofTable(family, name string) (l leftover, ok bool) {
 
 // nftablesLeftovers finds tables of nftables, and chains that were made with iptables-nft.
 func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
+	var found []leftover
+	err := eachChain(ctx, func(c chain) (isNew bool) {
+		l, ok := leftover{}, false
+		if c.family != "inet" {
+			l, ok = ofChain(c.name, "iptables-nft", c.family+" "+c.table)
+		}
+		if !ok {
+			l, ok = ofTable(c.family, c.table)
+		}
+		if !ok || slices.Contains(found, l) {
+			return false
+		}
+		found = append(found, l)
+		return true
+	})
+	return found, err
+}
+
+// chain is a chain of nf_tables.
+type chain struct {
+	family, table, name string
+	dropsForwarded      bool // it is a base chain of hook forward with policy DROP
+}
+
+// eachChain calls visit for each chain of the families ip, ip6 and inet. It may call visit
+// several times with the same chain. The function visit returns true for a chain that
+// concerns the caller and that the caller has not seen before; see Conn.ListChains.
+func eachChain(ctx context.Context, visit func(chain) (isNew bool)) error {
 	// from linux/netfilter/nf_tables.h
-	const chainTable, chainName = 1, 3
+	const (
+		chainTable, chainName, chainHook, chainPolicy = 1, 3, 4, 5
+		hookNumber, drop                              = 1, 0
+	)
 	c := netfilter.NewConn(0)
 	defer c.Close()
-	var found []leftover
 	var errs []error
 	for _, family := range []struct {
 		name   string
 		number byte
 	}{{"ip", unix.NFPROTO_IPV4}, {"ip6", unix.NFPROTO_IPV6}, {"inet", unix.NFPROTO_INET}} {
 		errs = append(errs, c.ListChains(ctx, family.number, func(attributes []byte) (isNew bool) {
-			table, chain := "", ""
-			for attr, data := range netfilter.Attributes(attributes) {
-				switch attr {
-				case chainTable:
-					table = netfilter.String(data)
-				case chainName:
-					chain = netfilter.String(data)
-				}
-			}
-			l, ok := leftover{}, false
-			if family.name != "inet" {
-				l, ok = ofChain(chain, "iptables-nft", family.name+" "+table)
-			}
-			if !ok {
-				l, ok = ofTable(family.name, table)
-			}
-			if !ok || slices.Contains(found, l) {
-				return false
-			}
-			found = append(found, l)
-			return true
+			hook := netfilter.Attribute(netfilter.Attribute(attributes, chainHook), hookNumber)
+			policy := netfilter.Attribute(attributes, chainPolicy)
+			return visit(chain{
+				family: family.name, table: netfilter.String(netfilter.Attribute(attributes, chainTable)), name: netfilter.String(netfilter.Attribute(attributes, chainName)),
+				dropsForwarded: hook != nil && netfilter.Uint32(hook) == unix.NF_INET_FORWARD && policy != nil && netfilter.Uint32(policy) == drop,
+			})
 		}))
 	}
-	return found, errors.Join(errs...)
+	return errors.Join(errs...)
 }
 
 // legacyLeftovers finds chains that were made with iptables-legacy.
 func legacyLeftovers(context.Context) ([]leftover, error) {
 	var found []leftover
+	err := eachLegacyTable(func(table string, entries []byte, _ bool) {
+		for _, name := range legacyName.FindAllSubmatch(entries, -1) {
+			if l, ok := ofChain(string(name[1]), "iptables-legacy", table); ok && !slices.Contains(found, l) {
+				found = append(found, l)
+			}
+		}
+	})
+	return found, err
+}
+
+// eachLegacyTable calls visit with the results of legacyTable for each table of
+// iptables-legacy, such as "ip filter".
+func eachLegacyTable(visit func(table string, entries []byte, dropsForwarded bool)) error {
 	var errs []error
 	for _, f := range []struct {
 		family        api.Family
@@ -119,18 +147,14 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 		tables, err := netfilter.LegacyTables(f.family)
 		errs = append(errs, err)
 		for _, table := range tables {
-			entries, _, err := legacyTable(f.socket, f.level, table)
+			entries, dropsForwarded, err := legacyTable(f.socket, f.level, table)
 			if err != nil {
 				errs = append(errs, fmt.Errorf("read table %s %s of iptables-legacy: %w", f.name, table, err))
 			}
-			for _, name := range legacyName.FindAllSubmatch(entries, -1) {
-				if l, ok := ofChain(string(name[1]), "iptables-legacy", f.name+" "+table); ok && !slices.Contains(found, l) {
-					found = append(found, l)
-				}
-			}
+			visit(f.name+" "+table, entries, dropsForwarded)
 		}
 	}
-	return found, errors.Join(errs...)
+	return errors.Join(errs...)
 }
 
 // legacyName matches the names of chains that ofChain may know. The byte before a name is

@@ -122,7 +122,10 @@ func TestWrongKernelSettingsAreProblems(t *testing.T) {
 			if err := report.Sync(t.Context(), &sink.Changes{Services: slices.Values(services)}); err != nil {
 				t.Error(err)
 			}
-			got := parts.Problems()
+			var got []string
+			for _, problems := range parts.Problems {
+				got = append(got, problems()...)
+			}
 			for i, problem := range got {
 				if i >= len(test.want) || !strings.Contains(problem, "kernel setting "+test.want[i]+" is 0; with 1, ") {
 					t.Errorf("%s: problem %q", name, problem)

@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/explain"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -111,7 +112,7 @@ func (w *eventsWriter) claimsLost(key types.NamespacedName, lost []api.LostClaim
 			w.add(serviceReference(key), "ClaimLost", "Proxy", fmt.Sprintf("%d more addresses and ports belong to other services", len(lost)-maxClaims))
 			return
 		}
-		w.add(serviceReference(key), "ClaimLost", "Proxy", fmt.Sprintf("%s belongs to service %s, so this service does not get its traffic", claimText(l.Claim), l.Winner))
+		w.add(serviceReference(key), "ClaimLost", "Proxy", fmt.Sprintf("%s belongs to service %s, so this service does not get its traffic", explain.ClaimText(l.Claim), l.Winner))
 	}
 }
 
@@ -159,17 +160,6 @@ func (w *eventsWriter) drifted(dataplane string) {
 
 func serviceReference(key types.NamespacedName) corev1.ObjectReference {
 	return corev1.ObjectReference{APIVersion: "v1", Kind: "Service", Namespace: key.Namespace, Name: key.Name}
-}
-
-func claimText(c api.Claim) string {
-	switch {
-	case c.Port == 0:
-		return c.IP.String()
-	case !c.IP.IsValid():
-		return fmt.Sprintf("node port %d/%s", c.Port, c.Protocol)
-	default:
-		return fmt.Sprintf("%s/%s", netip.AddrPortFrom(c.IP, uint16(c.Port)), c.Protocol)
-	}
 }
 
 // add queues an Event. It omits the Event if the queue is full.

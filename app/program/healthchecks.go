@@ -19,7 +19,7 @@ func (h *healthChecks) register(fs *pflag.FlagSet) {
 // parts returns the parts of a backend on a node: the dataplane and, beside it, the server of
 // health-check node ports.
 func (h *healthChecks) parts(node *nodesinks.Node, dataplane sink.Sink) command.Parts {
-	parts := command.Parts{Sink: node.WithTasks(dataplane), Beside: map[string]sink.Sink{}}
+	parts := command.Parts{Sink: node.WithTasks(dataplane), Beside: map[string]sink.Sink{}, Problems: []func() []string{node.Problems}}
 	if !h.off {
 		parts.Beside["healthchecks"] = node.HealthChecks()
 	}

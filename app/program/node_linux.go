@@ -131,7 +131,7 @@ func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink, more ...sysc
 		parts.Beside["events"], parts.Refused = events, events.serviceRefused
 	}
 	err = addLocalhost(&parts, node)
-	parts.Problems, parts.Collectors = report.problems, append(parts.Collectors, report.metric())
+	parts.Problems, parts.Collectors = append(parts.Problems, report.problems), append(parts.Collectors, report.metric())
 	return parts, err
 }
 

@@ -10,6 +10,7 @@ import (
 	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -68,6 +69,23 @@ func TestSourceKeepsAnnotationsOfBackends(t *testing.T) {
 		if diff := cmp.Diff([]string{"other", "example.com/a"}, *keep); diff != "" {
 			t.Errorf("annotations that %s keeps (-want +got):\n%s", b.Name, diff)
 		}
+	}
+}
+
+func TestRepeatedDriftIsAProblem(t *testing.T) {
+	parts := mustConfigure(t, NFTables(), "--sysctls=ignore").Parts()
+	for _, o := range backendoptions.Backends(parts.Sink) {
+		for range 3 {
+			o.Observer.Drifted(true)
+			o.Observer.Drifted(false)
+		}
+	}
+	var all []string
+	for _, problems := range parts.Problems {
+		all = append(all, problems()...)
+	}
+	if len(all) != 1 || !strings.Contains(all[0], "changed the nftables rules 3 times in the last hour") {
+		t.Errorf("problems %q", all)
 	}
 }
 

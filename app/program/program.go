@@ -66,13 +66,7 @@ func withReports(b *command.Backend, l *leftovers) *command.Backend {
 			r.leftovers = l
 			parts.Sink = nodesinks.WithTask(r, l.follow)
 			parts.Collectors = append(parts.Collectors, l.count)
-			others := parts.Problems
-			parts.Problems = func() []string {
-				if others == nil {
-					return l.problems()
-				}
-				return append(others(), l.problems()...)
-			}
+			parts.Problems = append(parts.Problems, l.problems)
 		}
 		return parts, nil
 	}

@@ -15,6 +15,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/explain"
 	"github.com/kpng-project/kpng/internal/kubeproxy"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/spf13/cobra"
@@ -211,11 +212,7 @@ func (c *serviceCheck) run(ctx context.Context, source *command.Source) []comman
 			services++
 		}
 		for _, lost := range objects.WithWinners(state).Lost {
-			at := lost.IP.String()
-			if !lost.IP.IsValid() {
-				at = "node port"
-			}
-			c.add(key.String(), fmt.Sprintf("shares %s %d/%s with %s, which has it with kpng: a cluster IP comes first, then the older service", at, lost.Port, lost.Protocol, lost.Winner))
+			c.add(key.String(), fmt.Sprintf("shares %s with %s, which has it with kpng: a cluster IP comes first, then the older service", explain.ClaimText(lost.Claim), lost.Winner))
 		}
 	}
 	slices.SortFunc(c.findings, func(a, b command.Finding) int {

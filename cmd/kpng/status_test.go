@@ -29,7 +29,7 @@ func TestStatusOfServer(t *testing.T) {
 	if !regexp.MustCompile(`(?m)^CLIENT'S NODE +CLIENT +CONNECTED +REVISION +BEHIND\nhere +unix +\S.* +[1-9][0-9]* +-$`).MatchString(out) {
 		t.Errorf("the status lacks the client:\n%s", out)
 	}
-	for _, want := range []string{"problems   none", "source     manifests " + explained + ": synced, revision ", "CHANGED SERVICE", "default/web"} {
+	for _, want := range []string{"problem   service default/web does not have 198.51.100.1:80/TCP: default/older owns it", "source    manifests " + explained + ": synced, revision ", "CHANGED SERVICE", "default/web"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("the status lacks %q:\n%s", want, out)
 		}

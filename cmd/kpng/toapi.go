@@ -142,7 +142,7 @@ func (s *apiServer) problems() []string {
 // run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *command.Source, serving *command.Serving) error {
 	command.SetCollection()
-	page := &statuspage.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams, Problems: s.problems}
+	page := &statuspage.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams, Problems: []func() []string{s.problems}}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(newServerCollector(s.server, page.Behind), command.SourceMetrics(page.SourceState))

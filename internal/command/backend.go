@@ -80,9 +80,8 @@ type Parts struct {
 	Beside map[string]sink.Sink
 	// Refused is cluster.Options.OnRefused. Default: none.
 	Refused func(key types.NamespacedName, reason error)
-	// Problems returns a sentence for each present problem of the node, for the status page.
-	// Default: none.
-	Problems func() []string
+	// Problems return a sentence for each present problem of the node, for the status page.
+	Problems []func() []string
 	// Counter counts the traffic of the sinks, for the status page. Default: none.
 	Counter backends.Counter
 	// Collectors have further metrics.

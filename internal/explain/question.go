@@ -86,6 +86,18 @@ func Name(k nodeview.FrontendKey) string {
 	return q.address()
 }
 
+// ClaimText describes a claim, for people.
+func ClaimText(c api.Claim) string {
+	switch {
+	case c.Port == 0:
+		return c.IP.String()
+	case !c.IP.IsValid():
+		return fmt.Sprintf("node port %d/%s", c.Port, c.Protocol)
+	default:
+		return fmt.Sprintf("%s/%s", netip.AddrPortFrom(c.IP, uint16(c.Port)), c.Protocol)
+	}
+}
+
 // Service returns the service that q names, or the zero value if q names no service.
 func (q Question) Service() types.NamespacedName { return q.service }
 

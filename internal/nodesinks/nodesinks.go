@@ -69,6 +69,7 @@ type Node struct {
 	watcher *nodeaddrs.Watcher // nil if Options.Addresses is set
 	// forwards is true if a dataplane does not itself check the settings for forwarding.
 	forwards bool
+	drifts   []*drifts // of each backend
 }
 
 // New returns a Node. It reads the addresses of the machine, but does not change the machine.
@@ -110,7 +111,9 @@ func (n *Node) Dataplane(s sink.Sink) (dataplane sink.Sink, name string) {
 		if o.Sysctls == backends.ReportSysctls {
 			o.Sysctls = n.opts.Sysctls
 		}
-		backendoptions.SetObserver(o, n.opts.Metrics.Backend(backend))
+		d := &drifts{Observer: backendoptions.Observe(n.opts.Metrics.Backend(backend)), backend: backend}
+		n.drifts = append(n.drifts, d)
+		backendoptions.SetObserver(o, d)
 	}
 	if name == "" {
 		n.forwards = true

@@ -20,7 +20,7 @@ type Report struct {
 	Time       time.Time `json:"time"`              // the present time of the program
 	Node       string    `json:"node,omitempty"`    // the program's node; missing for a server
 	Health     *Health   `json:"health,omitempty"`
-	Problems   []string  `json:"problems"` // one sentence for each problem, including each of the first 20 refused services
+	Problems   []string  `json:"problems"` // one sentence for each problem; at most 20 services with the same kind of problem are named
 	Source     Source    `json:"source"`
 	Sinks      []Sink    `json:"sinks,omitempty"`
 	Clients    *Clients  `json:"clients,omitempty"`

@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/elements"
+	"github.com/kpng-project/kpng/internal/explain"
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/revstore"
@@ -30,7 +31,7 @@ import (
 const (
 	maxChanges = 50
 	maxClients = 50
-	maxRefused = 20
+	maxNamed   = 20 // services with the same kind of problem
 )
 
 // present is the state of the cluster at the time of a request.
@@ -44,6 +45,32 @@ type present struct {
 	node     *api.Node
 	isOwn    bool                            // true if the field node is a real Node object
 	refused  map[types.NamespacedName]string // the reasons
+	lost     lostClaims
+}
+
+// lostClaims describes the services that lack addresses and ports because of other services.
+type lostClaims struct {
+	services int
+	problems []string // about the first services
+}
+
+// add adds a service. The function first returns its first lost claim, with the winner.
+func (l *lostClaims) add(key types.NamespacedName, lost []api.LostClaim, first func() api.LostClaim) {
+	if len(lost) == 0 {
+		return
+	}
+	if l.services++; l.services > maxNamed {
+		return
+	}
+	claim, owner := first(), "another service"
+	if claim.Winner.Name != "" {
+		owner = claim.Winner.String()
+	}
+	problem := fmt.Sprintf("service %s does not have %s: %s owns it", key, explain.ClaimText(claim.Claim), owner)
+	if more := len(lost) - 1; more > 0 {
+		problem += fmt.Sprintf("; other services own %d more of its addresses and ports", more)
+	}
+	l.problems = append(l.problems, problem)
 }
 
 // present reads the state for the node with this name.
@@ -128,15 +155,15 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 			r.Services = append(r.Services, newService(name, view, failing[name], refused))
 		}
 	}
-	r.Problems = problems(r, p.refused)
+	r.Problems = problems(r, &p)
 	if p.misnamed() {
 		r.Problems = append(r.Problems, fmt.Sprintf("the source has other Node objects, but none of %s, so its zone is unknown; is the name of the node right?", r.Node))
 	}
 	if h.Client != nil && h.Client.UsesFallback() {
 		r.Problems = append(r.Problems, "no kpng server answers; this program reads the API server itself")
 	}
-	if h.Problems != nil {
-		r.Problems = append(r.Problems, h.Problems()...)
+	for _, more := range h.Problems {
+		r.Problems = append(r.Problems, more()...)
 	}
 	if r.Stats && len(listed) > 0 {
 		traffic, err := h.trafficOfPage(ctx, q.after == types.NamespacedName{}, r.Next == "")
@@ -158,7 +185,7 @@ func (p *present) misnamed() bool {
 	return p.synced && p.snapshot != nil && p.node.Name != "" && !p.isOwn && p.snapshot.Nodes.Len() > 0
 }
 
-func problems(r *report.Report, refused map[types.NamespacedName]string) []string {
+func problems(r *report.Report, p *present) []string {
 	problems := []string{} // not nil, so that the JSON form is a list
 	add := func(format string, args ...any) { problems = append(problems, fmt.Sprintf(format, args...)) }
 	reason := ""
@@ -173,12 +200,16 @@ func problems(r *report.Report, refused map[types.NamespacedName]string) []strin
 	case reason != "":
 		add("the source delivers no changes%s", reason)
 	}
-	for i, key := range slices.SortedFunc(maps.Keys(refused), ordering.Keys) {
-		if i == maxRefused {
-			add("%d more services are refused, or a part of them", len(refused)-maxRefused)
+	for i, key := range slices.SortedFunc(maps.Keys(p.refused), ordering.Keys) {
+		if i == maxNamed {
+			add("%d more services are refused, or a part of them", len(p.refused)-maxNamed)
 			break
 		}
-		add("service %s is refused, or a part of it: %s", key, refused[key])
+		add("service %s is refused, or a part of it: %s", key, p.refused[key])
+	}
+	problems = append(problems, p.lost.problems...)
+	if more := p.lost.services - len(p.lost.problems); more > 0 {
+		add("%d more services do not have some of their addresses and ports, because other services own them", more)
 	}
 	for i := range r.Sinks {
 		s := &r.Sinks[i]
@@ -203,6 +234,7 @@ func problems(r *report.Report, refused map[types.NamespacedName]string) []strin
 	return problems
 }
 
+// source describes the source, and finds the lost claims.
 func (h *Handler) source(p *present) report.Source {
 	s := report.Source{Name: h.Source, Synced: p.synced, Stale: p.stale, Refused: len(p.refused)}
 	if p.err != nil {
@@ -213,16 +245,22 @@ func (h *Handler) source(p *present) report.Source {
 		s.Revision = p.snapshot.Revision
 		s.LastChange, _ = p.commits.timeOf(p.snapshot.Revision)
 		s.Nodes = p.snapshot.Nodes.Len()
-		for _, state := range p.snapshot.States.All() {
+		for key, state := range p.snapshot.States.All() {
 			if state.Service != nil {
 				s.Services++
 			}
 			s.Slices += len(state.Slices)
+			p.lost.add(key, state.Lost, func() api.LostClaim {
+				return p.snapshot.WithWinners(&api.ServiceState{Lost: state.Lost[:1]}).Lost[0]
+			})
 		}
 	case p.update != nil:
 		s.Revision = p.update.Revision
-		for range p.update.After(types.NamespacedName{}) {
+		for key, view := range p.update.After(types.NamespacedName{}) {
 			s.Services++
+			if view := view.Get(); view != nil {
+				p.lost.add(key, view.Lost, func() api.LostClaim { return view.Lost[0] })
+			}
 		}
 	}
 	return s

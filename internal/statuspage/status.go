@@ -43,9 +43,8 @@ type Handler struct {
 	Health func() health.Report
 	// Sinks returns the state of each sink.
 	Sinks func() []sink.Status
-	// Problems returns problems that the fields above do not contain, in one sentence each.
-	// Default: none.
-	Problems func() []string
+	// Problems return problems that the fields above do not contain, in one sentence each.
+	Problems []func() []string
 	// Traffic calls yield with the traffic of each endpoint of each service port, possibly
 	// in parts, until yield returns false. Default: the program does not count traffic.
 	Traffic func(ctx context.Context, yield func(types.NamespacedName, report.Traffic) bool) error

@@ -297,7 +297,7 @@ func TestPageDoesNotWaitForAnUpdate(t *testing.T) {
 }
 
 func TestReportHasProblemsOfProgram(t *testing.T) {
-	h := &statuspage.Handler{NodeName: here, State: newState(1, 1), Problems: func() []string { return []string{"rules of another proxy"} }}
+	h := &statuspage.Handler{NodeName: here, State: newState(1, 1), Problems: []func() []string{func() []string { return []string{"rules of another proxy"} }}}
 	if r := decode[report.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || r.Problems[0] != "rules of another proxy" {
 		t.Errorf("problems %q", r.Problems)
 	}
@@ -417,6 +417,45 @@ func TestReportOfRefusedServices(t *testing.T) {
 		if synced, stale, refused := h.SourceState(); !synced || stale || refused != 26 {
 			t.Errorf("%s: SourceState %v %v %d", test.name, synced, stale, refused)
 		}
+	}
+}
+
+// Services with the same external IP compete for it: the oldest one wins.
+func TestReportOfLostClaims(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		for i := range 25 {
+			svc := sinktest.Service(fmt.Sprintf("default/web-%05d", i), fmt.Sprintf("10.0.0.%d http=80>8080", i+1))
+			svc.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1"))
+			svc.Ports[0].NodePort = 30080
+			svc.Created = time.Unix(int64(i), 0)
+			tx.SetService(svc)
+		}
+		port := sinktest.Service("default/a", "10.0.1.1 http=443>8080")
+		port.Ports[0].NodePort, port.Created = 30080, time.Unix(100, 0)
+		tx.SetService(port)
+	})
+	state.SetSynced()
+	for name, h := range map[string]*statuspage.Handler{
+		"a state": {State: state, NodeName: here}, "a server": {State: state}, "views": {Client: &client{update: updateOf(t, state)}, NodeName: here},
+	} {
+		for _, limit := range []string{"0", "1000"} {
+			p := decode[report.Report](t, get(h, "output", "json", "limit", limit)).Problems
+			if len(p) != 21 ||
+				p[0] != "service default/a does not have node port 30080/TCP: default/web-00000 owns it" ||
+				p[1] != "service default/web-00001 does not have node port 30080/TCP: default/web-00000 owns it; other services own 1 more of its addresses and ports" ||
+				p[20] != "5 more services do not have some of their addresses and ports, because other services own them" {
+				t.Errorf("%s: problems %q", name, p)
+			}
+		}
+	}
+	state.Update(func(tx *cluster.Tx) {
+		for i := range 24 {
+			tx.DeleteService(types.NamespacedName{Namespace: "default", Name: fmt.Sprintf("web-%05d", i)})
+		}
+	})
+	if p := decode[report.Report](t, get(&statuspage.Handler{State: state}, "output", "json")).Problems; len(p) != 1 || !strings.Contains(p[0], "default/web-00024 owns it") {
+		t.Errorf("problems %q, want only that of the node port with a new owner", p)
 	}
 }
 

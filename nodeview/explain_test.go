@@ -133,6 +133,20 @@ func TestExplainsTheListsOfDuplicates(t *testing.T) {
 	}
 }
 
+func TestExplainsExternalListsOnlyOfExternalFrontends(t *testing.T) {
+	for _, c := range []struct {
+		edits []func(*api.Service)
+		want  int
+	}{
+		{[]func(*api.Service){internalLocal}, 0}, {[]func(*api.Service){internalLocal, externalIPs("192.0.2.1")}, 1}, {[]func(*api.Service){internalLocal, nodePort(30080)}, 1}, {nil, 0},
+	} {
+		e := Explain(&api.ServiceState{Service: service(c.edits...), Slices: endpointSlices("slice a\n10.0.0.1 ready @there")}, thisNode)
+		if got := strings.Count(e.String(), "    external "); got != c.want {
+			t.Errorf("%d lines about external traffic, want %d:\n%s", got, c.want, e)
+		}
+	}
+}
+
 func TestExplainsWhichPortsASliceHas(t *testing.T) {
 	const noPort = "10.0.0.1 of slice a on no known node: its slice has no port of the same name and protocol"
 	for ports, want := range map[string]string{
@@ -172,7 +186,11 @@ func TestExplainsWhyHintsAreIgnored(t *testing.T) {
 			}
 		})
 	}
-	e := Explain(weighed(service(), 1, -1), thisNode)
+	e := Explain(weighed(service(), -1, -1), thisNode)
+	if want := "no endpoint is usable anywhere: all weights of ready endpoints are 0\n"; !strings.Contains(e.String(), want) {
+		t.Errorf("the explanation lacks %q:\n%s", want, e)
+	}
+	e = Explain(weighed(service(), 1, -1), thisNode)
 	if want := "every list     out  its weight is zero"; !strings.Contains(e.String(), want) {
 		t.Errorf("the explanation lacks %q:\n%s", want, e)
 	}

@@ -19,8 +19,9 @@ func (e *Explanation) String() string {
 	if e.View == nil {
 		return b.String()
 	}
+	external := slices.ContainsFunc(e.Frontends, func(f Frontend) bool { return f.Kind != ClusterIP })
 	for i := range e.lists {
-		e.lists[i].text(&b)
+		e.lists[i].text(&b, external)
 	}
 	section(&b, "endpoints on no list", e.skipped, func(ep *endpointReport) {
 		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.why(ep.Internal))
@@ -72,16 +73,28 @@ func (e *Explanation) head(b *strings.Builder) {
 
 var policyNames = map[bool]string{false: "Cluster", true: "Local"} // the key true means that the policy is Local
 
-func (l *listReport) text(b *strings.Builder) {
+// text describes the lists. The argument external reports whether the service has external
+// frontends.
+func (l *listReport) text(b *strings.Builder, external bool) {
 	fmt.Fprintf(b, "\n%s, %s: ", portText(l.Port), l.Family)
-	if !l.Usable {
-		b.WriteString("no endpoint is usable anywhere\n")
-	} else {
+	switch {
+	case l.Usable:
 		fmt.Fprintf(b, "topology: %s\n", l.Topology)
+	case slices.ContainsFunc(l.Endpoints, l.onlyNeedsWeight):
+		b.WriteString("no endpoint is usable anywhere: all weights of ready endpoints are 0\n")
+	default:
+		b.WriteString("no endpoint is usable anywhere\n")
 	}
 	for i := range l.Endpoints {
-		l.Endpoints[i].text(b)
+		l.Endpoints[i].text(b, external)
 	}
+}
+
+// onlyNeedsWeight reports whether an endpoint would be usable if its weight were not 0.
+func (l *listReport) onlyNeedsWeight(e endpointReport) bool {
+	c := e.Endpoint.Conditions
+	c.Drain = false
+	return e.Endpoint.Drain && usable(c) && (l.Port == nil || e.TargetPort != 0)
 }
 
 func portText(p *api.PortMapping) string {
@@ -119,7 +132,7 @@ func (e *endpointReport) name() string {
 		cmp.Or(e.Endpoint.Details.Value().NodeName, "no known node"))
 }
 
-func (e *endpointReport) text(b *strings.Builder) {
+func (e *endpointReport) text(b *strings.Builder, external bool) {
 	fmt.Fprintf(b, "  %s\n", e.name())
 	why := func(list string, r reason) {
 		in := "out"
@@ -133,6 +146,9 @@ func (e *endpointReport) text(b *strings.Builder) {
 		return
 	}
 	why("internal", e.Internal)
+	if !external {
+		return
+	}
 	why("external", e.External)
 	if e.ShortCircuit != 0 {
 		why("short circuit", e.ShortCircuit)

@@ -135,7 +135,7 @@ func (a *answer) String() string {
 	var out strings.Builder
 	out.WriteString(a.Explanation.String())
 	if a.Refused != "" {
-		fmt.Fprintf(&out, "\nThe service is refused, or a part of it: %s\n", plain.Line(a.Refused))
+		fmt.Fprintf(&out, "\nThe service is not served as written: %s\n", plain.Line(a.Refused))
 	}
 	if a.Ignored != (nodeview.Parameters{}) {
 		fmt.Fprintf(&out, "\nThe backend ignores traffic parameters: %s\n", a.Ignored)

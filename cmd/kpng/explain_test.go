@@ -208,7 +208,7 @@ func TestExplainNamesInvalidFields(t *testing.T) {
 	if err := os.WriteFile(path, []byte(manifest), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	const want = `The service is refused, or a part of it: invalid fields ignored: metadata.annotations[kpng.io/algorithm]: "fastest" is not a value`
+	const want = `The service is not served as written: invalid fields ignored: metadata.annotations[kpng.io/algorithm]: "fastest" is not a value`
 	if out := mustExecute(t, "explain", "-i", path, "--node-name=here", "web"); !strings.Contains(out, want) || !strings.Contains(out, "ClusterIP 10.0.0.1:80/TCP") {
 		t.Errorf("explanation:\n%s", out)
 	}
@@ -284,7 +284,7 @@ func TestTextOfAnswers(t *testing.T) {
 		Dataplane: []inspection{{"ClusterIP 10.0.0.1:80/TCP", "- one\n+ two"}},
 	}}).String()
 	want := e.String() + `
-The service is refused, or a part of it: too large
+The service is not served as written: too large
 
 The backend ignores traffic parameters: stable hashing, weights of endpoints
 

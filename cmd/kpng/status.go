@@ -129,14 +129,17 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 	case isService:
 		w := plain.Writer(w)
 		var s struct {
-			Text, Refused string
-			Failures      []report.Failure
+			Text, Refused, NodeError string
+			Failures                 []report.Failure
 		}
 		if err := json.Unmarshal(body, &s); err != nil {
 			return fmt.Errorf("decode the status: %w", err)
 		}
 		if s.Refused != "" {
-			fmt.Fprintf(w, "this service is refused, or a part of it: %s\n\n", s.Refused)
+			fmt.Fprintf(w, "this service is not served as written: %s\n\n", s.Refused)
+		}
+		if s.NodeError != "" {
+			fmt.Fprintf(w, "%s\n\n", s.NodeError)
 		}
 		for _, f := range s.Failures {
 			fmt.Fprintf(w, "sink %s failed %s: %s\n\n", f.Sink, number(f.Failures, "time"), f.Error)

@@ -63,9 +63,9 @@ func TestStatusShowsRefusedServices(t *testing.T) {
 	start(t, "file", "to-api", "-i", explained, "--listen", address, "--healthz-bind-address", server, "--max-service-elements=9")
 	start(t, "api", "to-local", "json", "--api", address, "--node-name=here", "--healthz-bind-address", client, "--max-service-elements=6")
 	for _, test := range []struct{ name, address, problem string }{
-		{"server", server, "service default/web is refused, or a part of it: too large: it needs 10 elements, more than the limit of 9: 4 of addresses × ports, 5 of endpoints × ports, 1 source ranges"},
+		{"server", server, "service default/web is not served as written: too large: it needs 10 elements, more than the limit of 9: 4 of addresses × ports, 5 of endpoints × ports, 1 source ranges"},
 		// The server serves the service with fewer endpoints, one of which is not usable.
-		{"client", client, "service default/web is refused, or a part of it: too large: it needs 8 elements, more than the limit of 6"},
+		{"client", client, "service default/web is not served as written: too large: it needs 8 elements, more than the limit of 6"},
 	} {
 		eventually(t, test.name+" reports the service", func() bool {
 			out, err := execute(t.Context(), "status", "--address", test.address)
@@ -75,7 +75,7 @@ func TestStatusShowsRefusedServices(t *testing.T) {
 		if sinks := strings.Contains(out, "REFUSED"); sinks != (test.name == "client") || sinks && !regexp.MustCompile(`(?m)^json .* 1$`).MatchString(out) {
 			t.Errorf("sinks of the %s:\n%s", test.name, out)
 		}
-		if out := mustExecute(t, "status", "--address", test.address, "web"); !strings.HasPrefix(out, "this service is refused, or a part of it: too large: it needs ") {
+		if out := mustExecute(t, "status", "--address", test.address, "web"); !strings.HasPrefix(out, "this service is not served as written: too large: it needs ") {
 			t.Errorf("status of the service at the %s:\n%s", test.name, out)
 		}
 	}

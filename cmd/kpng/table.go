@@ -4,11 +4,11 @@ package main
 
 import (
 	"encoding/json"
-	"fmt"
 	"io"
 	"text/tabwriter"
 
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 )
@@ -20,12 +20,7 @@ func newTable(w io.Writer) *tabwriter.Writer {
 }
 
 // number returns a number and a noun, in the singular or plural.
-func number(n int, noun string) string {
-	if n != 1 {
-		noun += "s"
-	}
-	return fmt.Sprintf("%d %s", n, noun)
-}
+func number(n int, noun string) string { return report.Number(n, noun, noun+"s") }
 
 // toYAML returns a value as YAML. Package yaml alone fails if JSON contains control
 // characters, which annotations may have.

@@ -6,6 +6,7 @@ package report
 
 import (
 	"cmp"
+	"fmt"
 	"net/netip"
 	"strconv"
 	"time"
@@ -208,10 +209,19 @@ type ServiceReport struct {
 	// Why the present version of the service, or a part of it, is refused. The
 	// explanation describes the version that is served.
 	Refused    string    `json:"refused,omitempty"`
+	NodeError  string    `json:"nodeError,omitempty"`  // why the name of the node may be wrong
 	Failures   []Failure `json:"failures,omitempty"`   // the failure of the service in each sink
 	Stats      bool      `json:"stats,omitempty"`      // the program counts traffic (--stats)
 	StatsError string    `json:"statsError,omitempty"` // why the traffic is missing, although the program counts it
 	Traffic    []Traffic `json:"traffic,omitempty"`    // the traffic of each endpoint of each service port
+}
+
+// Number returns a number and the noun in the matching form.
+func Number(n int, one, several string) string {
+	if n != 1 {
+		one = several
+	}
+	return fmt.Sprintf("%d %s", n, one)
 }
 
 // Age describes the time t relative to now in a few words.

@@ -191,6 +191,7 @@ func TestJSONIsDocumented(t *testing.T) {
 	whole, service := served("limit", "2"), served("service", "default/web")
 	traffic := service["traffic"]
 	h.Traffic = func(context.Context, func(types.NamespacedName, report.Traffic) bool) error { return errors.New("no") }
+	h.State.Update(func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: "other"}) }) // this node may be misnamed
 	unread := served("service", "default/web")
 	for heading, value := range map[string]any{
 		"field": []any{whole, served()}, "field of a service": []any{service, unread},

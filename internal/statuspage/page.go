@@ -226,9 +226,9 @@ func (p *page) failing(sinks []report.Sink) {
 }
 
 func (p *page) clients(c *report.Clients) {
-	p.add("<h2>Clients</h2>\n<p>%d nodes are served on %d streams. ", c.Nodes, c.Streams)
+	p.add("<h2>Clients</h2>\n<p>%s served on %s. ", report.Number(c.Nodes, "node is", "nodes are"), report.Number(c.Streams, "stream", "streams"))
 	if c.Behind > 0 {
-		p.add("%d streams do not have all changes; the oldest missing change was %.1f s ago.\n", c.Behind, c.BehindSeconds)
+		p.add("%s not have all changes; the oldest missing change was %.1f s ago.\n", report.Number(c.Behind, "stream does", "streams do"), c.BehindSeconds)
 	} else {
 		p.add("All have all changes.\n")
 	}
@@ -260,10 +260,10 @@ func (p *page) services(r *report.Report, match string) {
 			p.add("%s ", bad("failing"))
 		}
 		if s.Refused {
-			p.add("%s ", bad("refused in part"))
+			p.add("%s ", bad("not as written"))
 		}
 		if s.Lost > 0 {
-			p.add("lost %d claims ", s.Lost)
+			p.add("lost %s ", report.Number(s.Lost, "claim", "claims"))
 		}
 		if s.Draining > 0 {
 			p.add("%d draining", s.Draining)
@@ -308,7 +308,10 @@ func servicePage(s *report.ServiceReport, node string, anyNode bool) []byte {
 	p := newPage(s.Service, time.Now())
 	p.add("<p>%s · %s\n<h1>%s</h1>\n", link("All services"), link("JSON", "service", s.Service, "node", node, "output", "json"), s.Service)
 	if s.Refused != "" {
-		p.add("<p id=\"refused\" class=\"bad\">This service is refused, or a part of it: %s\n", s.Refused)
+		p.add("<p id=\"refused\" class=\"bad\">This service is not served as written: %s\n", s.Refused)
+	}
+	if s.NodeError != "" {
+		p.add("<p id=\"node\" class=\"bad\">%s\n", s.NodeError)
 	}
 	if len(s.Failures) > 0 {
 		p.table("Failures", "failing", "sink", "error", "failures", "next retry")

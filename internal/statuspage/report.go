@@ -156,8 +156,8 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 		}
 	}
 	r.Problems = problems(r, &p)
-	if p.misnamed() {
-		r.Problems = append(r.Problems, fmt.Sprintf("the source has other Node objects, but none of %s, so its zone is unknown; is the name of the node right?", r.Node))
+	if problem := p.misnamed(); problem != "" {
+		r.Problems = append(r.Problems, problem)
 	}
 	if h.Client != nil && h.Client.UsesFallback() {
 		r.Problems = append(r.Problems, "no kpng server answers; this program reads the API server itself")
@@ -179,10 +179,13 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 	return r
 }
 
-// misnamed reports that Node objects exist, but no Node object of the program's node. The
+// misnamed returns a sentence if Node objects exist, but no Node object of the node. The
 // node's name may be wrong. If there are no Node objects, the health report decides.
-func (p *present) misnamed() bool {
-	return p.synced && p.snapshot != nil && p.node.Name != "" && !p.isOwn && p.snapshot.Nodes.Len() > 0
+func (p *present) misnamed() string {
+	if !p.synced || p.snapshot == nil || p.node.Name == "" || p.isOwn || p.snapshot.Nodes.Len() == 0 {
+		return ""
+	}
+	return fmt.Sprintf("the source has other Node objects, but none of %s, so its zone is unknown; is the name of the node right?", p.node.Name)
 }
 
 func problems(r *report.Report, p *present) []string {
@@ -202,14 +205,14 @@ func problems(r *report.Report, p *present) []string {
 	}
 	for i, key := range slices.SortedFunc(maps.Keys(p.refused), ordering.Keys) {
 		if i == maxNamed {
-			add("%d more services are refused, or a part of them", len(p.refused)-maxNamed)
+			add("%s not served as written", report.Number(len(p.refused)-maxNamed, "more service is", "more services are"))
 			break
 		}
-		add("service %s is refused, or a part of it: %s", key, p.refused[key])
+		add("service %s is not served as written: %s", key, p.refused[key])
 	}
 	problems = append(problems, p.lost.problems...)
 	if more := p.lost.services - len(p.lost.problems); more > 0 {
-		add("%d more services do not have some of their addresses and ports, because other services own them", more)
+		add("%s not have some addresses and ports, because other services own them", report.Number(more, "more service does", "more services do"))
 	}
 	for i := range r.Sinks {
 		s := &r.Sinks[i]
@@ -217,7 +220,7 @@ func problems(r *report.Report, p *present) []string {
 		case s.Error != "":
 			add("sink %s fails: %s", s.Name, s.Error)
 		case s.Failing > 0:
-			add("sink %s fails to program %d services", s.Name, s.Failing)
+			add("sink %s fails to program %s", s.Name, report.Number(s.Failing, "service", "services"))
 		case s.Passes == 0:
 			add("sink %s has not programmed all services yet", s.Name)
 		}
@@ -334,11 +337,14 @@ func (h *Handler) Behind() (streams int, seconds float64) {
 func (p *present) changes() []report.Change {
 	var changes []report.Change
 	for key, revision := range statesOf(p.snapshot).Latest() {
+		state, exists := p.snapshot.States.Get(key)
+		if exists && state.Service == nil {
+			continue // only EndpointSlices: the service may belong to another proxy
+		}
 		c := report.Change{Service: key.String(), Revision: revision}
 		if at, known := p.commits.timeOf(revision); known {
 			c.Time = at
 		}
-		_, exists := p.snapshot.States.Get(key)
 		c.Deleted = !exists
 		changes = append(changes, c)
 		if len(changes) == maxChanges {
@@ -370,7 +376,7 @@ func (c commits) timeOf(revision uint64) (at time.Time, known bool) {
 func (h *Handler) service(ctx context.Context, q query) *report.ServiceReport {
 	p := h.present(cmp.Or(h.NodeName, q.node))
 	key := q.about.Service()
-	s := &report.ServiceReport{Service: key.String(), Refused: p.refused[key], Stats: h.Traffic != nil}
+	s := &report.ServiceReport{Service: key.String(), Refused: p.refused[key], NodeError: p.misnamed(), Stats: h.Traffic != nil}
 	if s.Stats {
 		traffic, err := h.traffic(ctx, true, func(service types.NamespacedName) bool { return service == key })
 		if err != nil {
@@ -393,7 +399,7 @@ func (h *Handler) service(ctx context.Context, q query) *report.ServiceReport {
 		}
 	}
 	if s.Explanation == nil && p.snapshot != nil {
-		if state, ok := p.snapshot.States.Get(key); ok { // the service has only EndpointSlices; the page lists their changes
+		if state, ok := p.snapshot.States.Get(key); ok { // the service has only EndpointSlices
 			s.Explanation = nodeview.Explain(state, p.node)
 			s.Text = s.Explanation.String()
 		}

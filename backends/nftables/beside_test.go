@@ -87,10 +87,10 @@ func TestChangesWhileTheTableIsRead(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(s.records) == 0 {
+		if len(s.claims) == 0 {
 			continue
 		}
-		e := s.element(rand.IntN(len(s.records)))
+		e := s.element(rand.IntN(len(s.claims)))
 		err = other.Transact(t.Context(), func(w *nft.Writer) {
 			writeElements(w, unix.NFT_MSG_DELSETELEM, 0, e.ref())
 			if e.key[3] ^= 0x80; i%2 == 0 && m.kind != kindLists { // a service may soon get this number

@@ -139,12 +139,12 @@ func (ps *pass) forgetClaimed() {
 		return
 	}
 	for m, s := range ps.snapshots {
-		if !m.readOnDemand() || len(s.records) == 0 {
+		if !m.readOnDemand() || len(s.claims) == 0 {
 			continue
 		}
 		rest := newSnapshot(m)
-		for i := range s.records {
-			if c := s.claims[i]; c < claimed {
+		for i, c := range s.claims {
+			if c < claimed {
 				rest.add(ptr(s.element(i)))
 				rest.claims[len(rest.claims)-1] = c
 			}

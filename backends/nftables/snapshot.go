@@ -7,7 +7,7 @@ package nftables
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
+	"hash/maphash"
 	"iter"
 	"time"
 )
@@ -16,19 +16,18 @@ import (
 // have hundreds of thousands of elements, a snapshot stores them as short records.
 type snapshot struct {
 	m mapID
-	// A record has keyLen octets for the key, and dataLen octets for the data. If elements
-	// can have counters, a further octet is 1 if the element has a counter, and otherwise
-	// 0. If values have text, a record has a four-octet index into textValues instead of
-	// the data.
-	records    []string
-	textValues []value
-	// numbers maps a value to its index in textValues.
-	numbers map[value]int
-	// index maps a key to the number of its record. The keys are substrings of the records.
-	index  map[string]int
-	claims []claim
+	// A record has the key, the data, and an octet that is 1 if the element has a counter.
+	// All records of a map have the same length.
+	records []byte
+	texts   []string // the text of each record, if the map has text
+	claims  []claim  // the claim of each record
+	// index has the numbers of the records. The number of a key's record is at the hash of
+	// the key, or at one of the next places, if other records have those before.
+	index map[uint32]uint32
 	// foreign has the encoding of each element that this package cannot have made.
 	foreign [][]byte
+	// repeated is true if the kernel returned an element twice.
+	repeated bool
 	// unsure is true if elements may be missing.
 	unsure bool
 }
@@ -49,7 +48,7 @@ const (
 )
 
 func newSnapshot(m mapID) *snapshot {
-	return &snapshot{m: m, numbers: map[value]int{}, index: map[string]int{}}
+	return &snapshot{m: m, index: map[uint32]uint32{}}
 }
 
 // readSnapshot reads a map. The kernel sends the elements in several messages. If it
@@ -60,7 +59,7 @@ func readSnapshot(ctx context.Context, c *conn, m mapID, j *journal) (*snapshot,
 	for attempt := 0; ; attempt++ {
 		before := len(j.since(0))
 		s, err := dumpSnapshot(ctx, c, m)
-		if err != nil || len(s.index) == len(s.records) && !lost(j.since(before), m) {
+		if err != nil || !s.repeated && !lost(j.since(before), m) {
 			return s, err
 		}
 		if attempt == maxDumpRetries {
@@ -102,29 +101,33 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	return s, nil
 }
 
-// The method add adds an element that the kernel has.
+// The method add adds an element that the kernel has. If the snapshot already has an
+// element with this ID, that element stays.
 func (s *snapshot) add(e *element) {
-	b := append(make([]byte, 0, maxKey+len(e.data)+1), e.key[:s.m.keyLen()]...)
+	i, place, ok := s.find(e.key[:s.m.keyLen()])
 	switch {
-	case s.m.hasText():
-		number, ok := s.numbers[e.value]
-		if !ok {
-			number = len(s.textValues)
-			s.numbers[e.value] = number
-			s.textValues = append(s.textValues, e.value)
+	case !ok:
+		i = len(s.claims)
+		s.index[place] = uint32(i)
+		s.records = append(s.records, make([]byte, s.recordLen())...)
+		s.claims = append(s.claims, unclaimed)
+		if s.m.hasText() {
+			s.texts = append(s.texts, "")
 		}
-		b = binary.NativeEndian.AppendUint32(b, uint32(number))
-	case s.m.canCount() && e.counted:
-		b = append(append(b, e.data[:s.m.dataLen()]...), 1)
-	case s.m.canCount():
-		b = append(append(b, e.data[:s.m.dataLen()]...), 0)
-	default:
-		b = append(b, e.data[:s.m.dataLen()]...)
+	case s.claims[i] != removed:
+		s.repeated = true
+		return
 	}
-	record := string(b)
-	s.index[record[:s.m.keyLen()]] = len(s.records)
-	s.records = append(s.records, record)
-	s.claims = append(s.claims, unclaimed)
+	record := s.record(i)
+	data := record[copy(record, e.key[:s.m.keyLen()]):]
+	counted := &data[copy(data, e.data[:s.m.dataLen()])]
+	if *counted = 0; e.counted {
+		*counted = 1
+	}
+	if s.m.hasText() {
+		s.texts[i] = e.text
+	}
+	s.claims[i] = unclaimed
 }
 
 // remove removes the element with this ID, and returns it. If there is no such element,
@@ -134,20 +137,42 @@ func (s *snapshot) remove(id *elementID) (e element, ok bool) {
 	if !ok {
 		return e, false
 	}
-	delete(s.index, string(id.key[:s.m.keyLen()]))
 	s.claims[i] = removed
 	return s.element(i), true
 }
 
-// lookup returns the number of the element's record. If there is no such record, ok is
-// false.
+// lookup returns the number of the element's record. If the table does not have the
+// element, ok is false.
 func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
-	if len(s.index) == 0 {
+	if len(s.claims) == 0 {
 		return 0, false
 	}
-	i, ok = s.index[string(id.key[:s.m.keyLen()])]
-	return i, ok
+	i, _, ok = s.find(id.key[:s.m.keyLen()])
+	return i, ok && s.claims[i] != removed
 }
+
+// find returns the number of the record with a key, also if the element was removed. If
+// there is no such record, ok is false, and place is the free place in the index for it.
+func (s *snapshot) find(key []byte) (i int, place uint32, ok bool) {
+	for place = hashOfKey(key); ; place++ {
+		n, taken := s.index[place]
+		if !taken {
+			return 0, place, false
+		}
+		if i = int(n); bytes.Equal(s.record(i)[:len(key)], key) {
+			return i, place, true
+		}
+	}
+}
+
+// The hashes are different in each process, so nobody can choose keys with equal hashes.
+var keySeed = maphash.MakeSeed()
+
+func hashOfKey(key []byte) uint32 { return uint32(maphash.Bytes(keySeed, key)) }
+
+func (s *snapshot) recordLen() int { return s.m.keyLen() + s.m.dataLen() + 1 }
+
+func (s *snapshot) record(i int) []byte { return s.records[i*s.recordLen():][:s.recordLen()] }
 
 // has reports whether the snapshot has the element.
 func (s *snapshot) has(id *elementID) bool {
@@ -184,14 +209,11 @@ func (s *snapshot) giveBack(id *elementID) {
 
 func (s *snapshot) element(i int) element {
 	e := element{elementID: elementID{m: s.m}}
-	record := s.records[i]
-	key, data := record[:s.m.keyLen()], record[s.m.keyLen():]
-	copy(e.key[:], key)
+	record := s.record(i)
+	data := record[copy(e.key[:s.m.keyLen()], record):]
+	e.counted = data[copy(e.data[:s.m.dataLen()], data)] == 1
 	if s.m.hasText() {
-		e.value = s.textValues[binary.NativeEndian.Uint32([]byte(data))]
-	} else {
-		copy(e.data[:], data[:s.m.dataLen()])
-		e.counted = s.m.canCount() && data[s.m.dataLen()] == 1
+		e.text = s.texts[i]
 	}
 	return e
 }

@@ -45,7 +45,7 @@ func (c *Command) Start(_ context.Context, site Site) (Process, error) {
 	}
 	p.process = cmd.Process
 	go func() {
-		<-ended
+		p.err = <-ended
 		close(p.done)
 	}()
 	return p, nil
@@ -73,6 +73,7 @@ type commandProcess struct {
 	process *os.Process
 	output  output
 	done    chan struct{}
+	err     error // the result of the process, after done is closed
 }
 
 func (p *commandProcess) Kill() error {
@@ -85,6 +86,14 @@ func (p *commandProcess) Kill() error {
 }
 
 func (p *commandProcess) Output() string { return p.output.String() }
+
+// errEnded returns the error of a process that has ended by itself, with this result.
+func errEnded(result error) error {
+	if result == nil {
+		return errors.New("the proxy has ended")
+	}
+	return fmt.Errorf("the proxy has ended: %w", result)
+}
 
 // Manifests is the path of a file. The method Publish atomically writes the objects to
 // that file, in the format of package watcher/file.

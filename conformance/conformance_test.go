@@ -14,6 +14,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/conformance/internal/reference"
@@ -103,6 +104,21 @@ func TestFailureShowsOutputOfProxy(t *testing.T) {
 	k := &kit{subject: idleProxy{}, process: idleProxy{}}
 	if err := k.awaitProgrammed(t.Context()); err == nil || !strings.Contains(err.Error(), "unknown flag: --colour") {
 		t.Errorf("error %v, want one with the output of the proxy", err)
+	}
+}
+
+func TestEndOfProxyEndsTheWait(t *testing.T) {
+	netnstest.NeedRoot(t)
+	w, err := world.New(world.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	k := &kit{world: w, site: Site{host: w.Node}, opts: Options{Patience: time.Hour}, subject: &Command{
+		Proxy: func(Site) *exec.Cmd { return exec.Command("sh", "-c", "echo unknown flag: --colour; exit 3") },
+	}}
+	if err := k.start(t.Context(), k.site); err == nil || !strings.Contains(err.Error(), "the proxy has ended: exit status 3; output of the proxy:\nunknown flag: --colour") {
+		t.Errorf("error %v, want one with the result and the output of the proxy", err)
 	}
 }
 

@@ -80,6 +80,11 @@ func (k *kit) awaitMarker(ctx context.Context) error {
 			addrs = append(addrs, netip.AddrPortFrom(loopback(family), markerNodePort))
 		}
 	}
+	var ended <-chan struct{}
+	process, ok := k.process.(*commandProcess)
+	if ok {
+		ended = process.done
+	}
 	for _, to := range addrs {
 		for {
 			try, cancel := context.WithTimeout(ctx, time.Second)
@@ -91,6 +96,8 @@ func (k *kit) awaitMarker(ctx context.Context) error {
 			select {
 			case <-ctx.Done():
 				return fmt.Errorf("the proxy has not programmed the published objects: marker %s: answer %v, error %v", to, answer, err)
+			case <-ended:
+				return errEnded(process.err)
 			case <-time.After(2 * time.Millisecond):
 			}
 		}

@@ -191,7 +191,7 @@ func (s *sinkSubject) stats(ctx context.Context) ([]backends.Stats, error) {
 		}
 		return c.Stats, nil
 	case <-p.done:
-		return nil, fmt.Errorf("the proxy has ended: %w", errors.Join(errors.New("unexpected end"), p.err))
+		return nil, errEnded(p.err)
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
@@ -301,7 +301,7 @@ func (p *sinkProcess) awaitApplied(ctx context.Context, generation int) error {
 		select {
 		case <-reported:
 		case <-p.done:
-			return fmt.Errorf("the proxy has ended: %w", errors.Join(errors.New("unexpected end"), p.err))
+			return errEnded(p.err)
 		case <-ctx.Done():
 			return fmt.Errorf("the proxy has not programmed the published objects: %w; its report: %q", context.Cause(ctx), last.Trouble)
 		}

@@ -69,9 +69,9 @@ func ask(c net.Conn) string {
 func await[T comparable](t testing.TB, what string, want T, got func() T) {
 	t.Helper()
 	last := got()
-	for calls := 1; last != want && calls < 10_000; calls++ {
-		time.Sleep(5 * time.Millisecond)
+	for calls := 1; last != want && calls < 10_000; time.Sleep(5 * time.Millisecond) {
 		last = got()
+		calls++
 	}
 	if last != want {
 		t.Fatalf("%s: %v, want %v", what, last, want)

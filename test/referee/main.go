@@ -160,12 +160,23 @@ func (r referee) run(t *testing.T, opts conformance.Options) conformance.Matrix 
 		if program == "" {
 			program = gotool.BuildOwn(t, "./cmd/kpng")
 		}
-		subject.Proxy = func(site conformance.Site) *exec.Cmd {
-			return exec.Command(program, "kube", "--kubeconfig", kubeconfig, "to-local", backend, "--node-name", site.NodeName,
-				"--cluster-cidr", join(site.ClusterCIDRs), "--node-port-addresses", join(site.NodePortCIDRs),
-				fmt.Sprintf("--masquerade-all=%t", site.Masquerade == conformance.MasqueradeAll))
+		var more []string
+		if backend == "ebpf" {
+			opts.Cgroup, more = true, []string{"--bpffs", mountBPFFS(t)}
 		}
-		subject.Clean = func(conformance.Site) *exec.Cmd { return exec.Command(program, "cleanup", backend) }
+		subject.Proxy = func(site conformance.Site) *exec.Cmd {
+			args := []string{"kube", "--kubeconfig", kubeconfig, "to-local", backend, "--node-name", site.NodeName, "--node-port-addresses", join(site.NodePortCIDRs)}
+			if backend == "ebpf" {
+				args = append(args, "--cgroup", site.Cgroup)
+			}
+			if backend != "userspace" {
+				args = append(args, "--cluster-cidr", join(site.ClusterCIDRs), fmt.Sprintf("--masquerade-all=%t", site.Masquerade == conformance.MasqueradeAll))
+			}
+			return exec.Command(program, append(args, more...)...)
+		}
+		subject.Clean = func(conformance.Site) *exec.Cmd {
+			return exec.Command(program, append([]string{"cleanup", backend}, more...)...)
+		}
 	} else {
 		command := func(site conformance.Site, words []string) *exec.Cmd {
 			var args []string
@@ -188,6 +199,20 @@ func (r referee) run(t *testing.T, opts conformance.Options) conformance.Matrix 
 		netnstest.Relay(t, site.Do, address.Host, "tcp", address.Host)
 	}
 	return conformance.RunSubject(t, subject, opts)
+}
+
+// mountBPFFS mounts a BPF file system for one test.
+func mountBPFFS(t *testing.T) string {
+	dir := t.TempDir()
+	if err := unix.Mount("bpf", dir, "bpf", 0, ""); err != nil {
+		t.Fatalf("mount a BPF file system: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Errorf("unmount the BPF file system: %v", err)
+		}
+	})
+	return dir
 }
 
 func join(prefixes []netip.Prefix) string {

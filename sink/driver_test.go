@@ -532,14 +532,13 @@ func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 	})
 }
 
-// The latency of a failed service counts from its oldest unacknowledged change.
 // A service fails, works in a pass, and fails again later in the same pass. Only the failure
 // after the success counts.
 func TestBackoffOfServiceBeginsAgainWithinAPass(t *testing.T) {
 	a, b := key("a"), key("b")
 	run(t, sink.Options{BatchSize: 1}, nil, func(w *world) {
 		w.src.Delete(web)
-		w.src.Set(view(a, 1), view(b, 1))
+		w.src.Set(view(a, 1), view(b, 1), view(key("c"), 1))
 		w.src.MarkSynced()
 		w.waitApplied()
 		w.script.Add(sinkscript.Repeat(5, sinkscript.FailServices(errBusy, a))...)
@@ -561,6 +560,7 @@ func TestBackoffOfServiceBeginsAgainWithinAPass(t *testing.T) {
 	})
 }
 
+// The latency of a failed service counts from its oldest unacknowledged change.
 func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 	var latencies []time.Duration
 	opts := sink.Options{Observer: sink.Observer{Applied: func(l time.Duration) { latencies = append(latencies, l) }}}
@@ -711,6 +711,25 @@ func TestWaitApplied(t *testing.T) {
 		w.cancel()
 		if err := <-waiting; !errors.Is(err, context.Canceled) {
 			w.Errorf("WaitApplied returned %v when the driver ended", err)
+		}
+	})
+}
+
+// An error names at most five services, and counts only others.
+func TestWaitErrorNamesAllOfFiveServices(t *testing.T) {
+	runWith(t, sink.Options{}, backoff(time.Hour, time.Hour), nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.script.Add(sinkscript.FailServices(errBusy, names(5)...))
+		var views []*api.View
+		for _, name := range names(5) {
+			views = append(views, view(name))
+		}
+		w.src.Set(views...)
+		ctx, cancel := context.WithTimeout(w.Context(), time.Second)
+		defer cancel()
+		if err := w.driver.WaitApplied(ctx, w.src.Revision()); err == nil || !strings.HasSuffix(err.Error(), "; service default/e: dataplane is busy)") {
+			w.Errorf("got %v, want an error that ends with the fifth service", err)
 		}
 	})
 }

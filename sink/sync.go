@@ -294,7 +294,7 @@ func (d *Driver) addDue(u *updates.Update, b *batch) {
 			d.holdLarge(d.pass.takeLarge())
 			more = true
 		}
-		b.Last = !more && waiting == d.pending.acknowledgedLarge() && (most != 1 || len(b.services) == 0)
+		b.Last = !more && waiting == d.pending.acknowledgedLarge() && most != 1
 	}
 	slices.SortFunc(b.services, func(a, b Change) int { return ordering.Keys(a.Key, b.Key) })
 	if b.Last {
@@ -508,7 +508,7 @@ func (d *Driver) refused(b *batch, err error) {
 		return
 	}
 	repeated := d.status.Failures > 0 || d.search.limit > 0
-	culprit := n == 1 && repeated && !b.First && !b.Last && !b.NodeChanged
+	culprit := n == 1 && repeated && !b.Last && !b.NodeChanged
 	for _, c := range b.services {
 		if culprit {
 			d.fail(d.unacked(c, isolated), err, draw())

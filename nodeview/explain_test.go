@@ -147,6 +147,43 @@ func TestExplainsExternalListsOnlyOfExternalFrontends(t *testing.T) {
 	}
 }
 
+// Ready endpoints whose weight is 0 are named as the reason only if nothing else is wrong.
+func TestExplainsThatAllWeightsAreZero(t *testing.T) {
+	zero, port := api.Conditions{Ready: true, Drain: true}, &api.PortMapping{}
+	for _, c := range []struct {
+		name       string
+		conditions api.Conditions
+		port       *api.PortMapping
+		target     int32
+		want       bool
+	}{
+		{"weight 0", zero, port, 80, true},
+		{"weight 0, all ports", zero, nil, 0, true},
+		{"weight 0, without the port", zero, port, 0, false},
+		{"weight 0, not ready", api.Conditions{Drain: true}, port, 80, false},
+		{"another weight", api.Conditions{Ready: true}, port, 80, false},
+	} {
+		l := listReport{Port: c.port, Endpoints: []endpointReport{{Endpoint: &api.SliceEndpoint{Conditions: c.conditions}, TargetPort: c.target}}}
+		var b strings.Builder
+		if l.text(&b, false); strings.Contains(b.String(), "all weights of ready endpoints are 0\n") != c.want {
+			t.Errorf("%s:\n%s", c.name, b.String())
+		}
+	}
+}
+
+func TestExplainsPortsOfDrainingEndpointsInOrder(t *testing.T) {
+	ports := func(s *api.Service) {
+		s.Ports = nil
+		for i, name := range []string{"a", "b", "c"} {
+			s.Ports = append(s.Ports, api.PortMapping{Name: name, Protocol: api.TCP, Port: 80 + int32(i)})
+		}
+	}
+	e := Explain(&api.ServiceState{Service: service(ports), Slices: endpointSlices("slice a a=9000 b=8000 c=9000\n10.0.0.1 ready\n10.0.0.2 serving terminating")}, thisNode)
+	if want := "\n  10.0.0.2:8000, 10.0.0.2:9000\n"; !strings.Contains(e.String(), want) {
+		t.Errorf("the explanation lacks %q:\n%s", want, e)
+	}
+}
+
 func TestExplainsWhichPortsASliceHas(t *testing.T) {
 	const noPort = "10.0.0.1 of slice a on no known node: its slice has no port of the same name and protocol"
 	for ports, want := range map[string]string{

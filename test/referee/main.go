@@ -166,11 +166,13 @@ func (r referee) run(t *testing.T, opts conformance.Options) conformance.Matrix 
 		}
 		subject.Proxy = func(site conformance.Site) *exec.Cmd {
 			args := []string{"kube", "--kubeconfig", kubeconfig, "to-local", backend, "--node-name", site.NodeName, "--node-port-addresses", join(site.NodePortCIDRs)}
+			if backend == "userspace" {
+				args = append(args, "--pod-cidr", join(site.PodCIDRs))
+			} else {
+				args = append(args, "--cluster-cidr", join(site.ClusterCIDRs), fmt.Sprintf("--masquerade-all=%t", site.Masquerade == conformance.MasqueradeAll))
+			}
 			if backend == "ebpf" {
 				args = append(args, "--cgroup", site.Cgroup)
-			}
-			if backend != "userspace" {
-				args = append(args, "--cluster-cidr", join(site.ClusterCIDRs), fmt.Sprintf("--masquerade-all=%t", site.Masquerade == conformance.MasqueradeAll))
 			}
 			return exec.Command(program, append(args, more...)...)
 		}

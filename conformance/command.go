@@ -87,7 +87,8 @@ func (p *commandProcess) Kill() error {
 
 func (p *commandProcess) Output() string { return p.output.String() }
 
-// errEnded returns the error of a process that has ended by itself, with this result.
+// errEnded returns an error for a process that ended before the kit killed it. The argument is
+// the result of the process.
 func errEnded(result error) error {
 	if result == nil {
 		return errors.New("the proxy has ended")

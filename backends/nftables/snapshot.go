@@ -165,7 +165,7 @@ func (s *snapshot) find(key []byte) (i int, place uint32, ok bool) {
 	}
 }
 
-// The hashes are different in each process, so nobody can choose keys with equal hashes.
+// keySeed is random, so that a user cannot choose keys with equal hashes.
 var keySeed = maphash.MakeSeed()
 
 func hashOfKey(key []byte) uint32 { return uint32(maphash.Bytes(keySeed, key)) }

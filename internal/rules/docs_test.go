@@ -46,6 +46,7 @@ var numbers = []struct{ page, sentence, file, code string }{
 	{"README.md", "| 0.4 ms | 512 ms |", "docs/history/benchmarks.md", "| watch to kernel, least, median | 0.5 : 21 ms | 0.4 : 512 ms |"},
 	{"README.md", "| 1.0 s | 35 s |", "docs/history/benchmarks.md", "| CPU time for 1,000 changes, default | 0.90 : 4.2 s | 1.0 : 35 s |"},
 	{"README.md", "| 119 MB | 347 MB |", "docs/history/benchmarks.md", "| peak resident memory | 50 : 94 MB | 119 : 347 MB |"},
+	{"README.md", "```sh hack/test ```", ".ci/run", `"$checkout/kpng/hack/test"`},
 	{"docs/design.md", "more than 16 plus 1/64 of it", "internal/revstore/log.go", "return 16 + len(l.entries)/64"},
 	{"docs/design.md", "for at most ten minutes, and at most 100,000 are kept", "internal/revstore/store.go", "tombstones: 100_000, tombstoneAge: 10 * time.Minute"},
 	{"docs/design.md", "lags by more than 10,000 changes and a quarter of the store", "internal/revstore/store.go", "lag: 10_000"},
